@@ -1,15 +1,16 @@
 """HTTP/1.1: connections, requests and replies, within bounds.
 
-A task serves each connection; `h11` is the protocol. While a request is answered, another task
-reads from its connection, and so learns that the client leaves. Whatever reads or writes raises
+A task serves each connection; `h11` is the protocol. While it waits for an answer it reads from
+its connection, and so learns that the client leaves. Whatever reads or writes raises
 `ClientLeftError` once it is gone, or takes nothing for `gateway.write_s`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,6 +32,7 @@ from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from concurrent.futures import Future
 
     from anyio.abc import SocketStream
 
@@ -114,11 +116,29 @@ class Exchange:
         limit = f"gateway.body_s = {self._config.body_s:g}"
         raise GatewayError(400, "invalid_request", f"the body took longer than {limit}")
 
-    async def while_there(self, function: Callable[..., Awaitable[T]], *args: object) -> T:
-        """``await function(*args)``, which a client that leaves cancels."""
-        async with open_task_group() as tasks:
-            tasks.start_soon(self._connection.watch_client)
-            return await function(*args)
+    async def wait(self, future: Future[T], sign: bytes = b"", headers: Headers = JSON) -> T:
+        """The result of what another loop computes, unless the client leaves before.
+
+        Args:
+            future: Gets the result; cancellation leaves it alone.
+            sign: Of life, a part of the reply that is sent every `gateway.keep_alive_s`; "" for
+                none.
+            headers: Of the reply.
+        """
+        every_s = self._config.keep_alive_s if sign else math.inf
+        post, scope = loop_poster(), anyio.CancelScope()
+
+        def wake() -> None:
+            scope.cancel()
+
+        future.add_done_callback(lambda _: post(wake))
+        while not future.done():
+            scope = anyio.CancelScope(deadline=anyio.current_time() + every_s)
+            with scope:
+                await self._connection.watch_client()
+            if not future.done():
+                await self.write(sign, headers)
+        return future.result()
 
     async def write(self, data: bytes, headers: Headers) -> None:
         """Send a part of the reply, the first one behind its head; `reply` sends the rest."""
@@ -212,18 +232,21 @@ class _Connection:
         try:
             while len(self._protocol.trailing_data[0]) < MAX_HEAD_BYTES:
                 self._protocol.receive_data(await self._stream.receive())
+            await anyio.sleep_forever()
         except (anyio.EndOfStream, anyio.BrokenResourceError):
             raise ClientLeftError from None
 
     async def send(self, *events: h11.Event) -> None:
         """Send events; the system has taken every byte then."""
         data = b"".join(self._protocol.send(event) or b"" for event in events)
-        try:
-            with anyio.fail_after(self._config.write_s):
-                await self._stream.send(data)
-        except (TimeoutError, anyio.BrokenResourceError, anyio.ClosedResourceError):
-            await anyio.aclose_forcefully(self._stream)
-            raise ClientLeftError from None
+        with (
+            suppress(anyio.BrokenResourceError, anyio.ClosedResourceError),
+            anyio.move_on_after(self._config.write_s),
+        ):
+            await self._stream.send(data)
+            return
+        await anyio.aclose_forcefully(self._stream)
+        raise ClientLeftError
 
     async def _read_head(self, patience_s: float) -> h11.Request | None:
         """The head of the next request; None where there is none to be answered."""

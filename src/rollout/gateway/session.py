@@ -14,6 +14,7 @@ import msgspec
 
 from rollout.agents.long_texts import is_long, room_beside, run_text
 from rollout.agents.turn import StopStrings, TurnOptions
+from rollout.bridge import wait_future
 from rollout.engine.pool.generation import Generation
 from rollout.errors import AgentError, EngineError, LimitExceeded, TemplateError
 from rollout.gateway.answers import echo, make_answer, make_turn
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from rollout.config import GatewayConfig
     from rollout.engine.core import SamplingParams
     from rollout.gateway.calls import Answer
+    from rollout.gateway.task_runner import Wait
     from rollout.gateway.turn_index import Request, Turn
 
 T = TypeVar("T")
@@ -170,11 +172,15 @@ class GatewaySession:
         for conversation in self._cut - self._answered:
             conversation.trainable = False
 
-    async def complete(self, call: GatewayCall) -> Completion:
+    async def complete(self, call: GatewayCall, wait: Wait[Completion] = wait_future) -> Completion:
         """Generate what a client asks for, or replay what it asked for before and did not get.
 
         Runs in the trajectory's scope. Cancelling the caller means that the client has left: the
         generation is aborted.
+
+        Args:
+            call: What it asks for.
+            wait: As in `TaskRunner.run`.
 
         Raises:
             GatewayError: It cannot be served, or the trajectory has ended.
@@ -187,7 +193,7 @@ class GatewaySession:
             return reply.build()
 
         try:
-            return await self._run(answer, call.field)
+            return await self._run(answer, call.field, wait)
         except BaseException:
             if reply is not None:  # the caller left as it came
                 reply.is_lost = True
@@ -245,7 +251,12 @@ class GatewaySession:
         if ending is not None:
             raise refuse_ended(f"the trajectory has ended: {ending.outcome} ({ending.reason})")
 
-    async def _run(self, function: Callable[[anyio.CancelScope], Awaitable[T]], field: str) -> T:
+    async def _run(
+        self,
+        function: Callable[[anyio.CancelScope], Awaitable[T]],
+        field: str,
+        wait: Wait[T] = wait_future,
+    ) -> T:
         """The result of a function that runs in the trajectory's task group."""
 
         async def run(scope: anyio.CancelScope) -> T:
@@ -259,7 +270,7 @@ class GatewaySession:
 
         try:
             activity = str(self._context.identity)
-            return await self._runner.run(run, begin_s=self._begin_s, activity=activity)
+            return await self._runner.run(run, wait=wait, begin_s=self._begin_s, activity=activity)
         except LoopBlockedError as error:
             self.failure = self.failure or AgentError(str(error))
             raise

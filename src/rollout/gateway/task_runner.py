@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import copy_context
@@ -17,11 +18,10 @@ from rollout.gateway.calls import GatewayError, refuse_ended
 from rollout.observe.blocking_code import find_blocking_code, is_running
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from anyio.abc import TaskGroup
 
 T = TypeVar("T")
+Wait = Callable[[Future[T]], Awaitable[T]]
 
 
 class LoopBlockedError(GatewayError):
@@ -45,6 +45,7 @@ class TaskRunner:
         self,
         function: Callable[[anyio.CancelScope], Awaitable[T]],
         *,
+        wait: Wait[T] = wait_future,
         begin_s: float = math.inf,
         activity: str = "",
     ) -> T:
@@ -52,6 +53,7 @@ class TaskRunner:
 
         Args:
             function: Is given the scope that its caller cancels.
+            wait: Waits for the future of the result; what it raises before cancels the function.
             begin_s: How long `activity`, as the watchdog names it, may keep the loop of the group
                 from beginning it.
 
@@ -92,7 +94,7 @@ class TaskRunner:
         try:
             while True:
                 with anyio.move_on_after(begin_s):
-                    return await wait_future(future)
+                    return await wait(future)
                 if not has_begun:
                     self._check_blocked(begin_s, activity)
         except BaseException:
