@@ -254,13 +254,12 @@ class _Connection:
         with anyio.move_on_after(patience_s) as scope:
             try:
                 while (event := self._protocol.next_event()) is h11.NEED_DATA:
+                    if not is_begun and self._protocol.trailing_data[0]:
+                        scope.deadline, is_begun = anyio.current_time() + self._config.head_s, True
                     try:
-                        data = await self._stream.receive()
+                        self._protocol.receive_data(await self._stream.receive())
                     except anyio.EndOfStream:
                         return None
-                    if not is_begun:
-                        scope.deadline, is_begun = anyio.current_time() + self._config.head_s, True
-                    self._protocol.receive_data(data)
             except h11.RemoteProtocolError as error:
                 is_large, is_begun = error.error_status_hint == 431, True
                 fault = "Request head too large." if is_large else "Invalid HTTP request received."

@@ -156,7 +156,7 @@ class GatewaySession:
         bounds = (limits.generation_s, limits.turn_s, limits.trajectory_s)
         #: How long the agent may keep the loop from its own request.
         self._begin_s = min((bound for bound in bounds if bound is not None), default=math.inf)
-        self._lock = anyio.Lock()
+        self._lock = anyio.Lock(fast_acquire=True)
         self._index = TurnIndex(is_reasoning_needed=config.dropped_reasoning == "fork")
         self._rows = Rows(context, config)
         self._replies = Replies()
@@ -187,9 +187,9 @@ class GatewaySession:
         """
         reply: Reply | None = None
 
-        async def answer(scope: anyio.CancelScope) -> Completion:
+        async def answer(task: anyio.TaskHandle[None]) -> Completion:
             nonlocal reply
-            reply = await self._answer(call, scope)
+            reply = await self._answer(call, task)
             return reply.build()
 
         try:
@@ -253,16 +253,16 @@ class GatewaySession:
 
     async def _run(
         self,
-        function: Callable[[anyio.CancelScope], Awaitable[T]],
+        function: Callable[[anyio.TaskHandle[None]], Awaitable[T]],
         field: str,
         wait: Wait[T] = wait_future,
     ) -> T:
         """The result of a function that runs in the trajectory's task group."""
 
-        async def run(scope: anyio.CancelScope) -> T:
+        async def run(task: anyio.TaskHandle[None]) -> T:
             self._check_open()
             try:
-                return await function(scope)
+                return await function(task)
             except GatewayError:
                 raise
             except Exception as error:
@@ -286,7 +286,7 @@ class GatewaySession:
         what = str(error) if isinstance(error, EngineError) else "internal error"
         return GatewayError(400, "engine", what)
 
-    async def _answer(self, call: GatewayCall, scope: anyio.CancelScope) -> Reply:
+    async def _answer(self, call: GatewayCall, task: anyio.TaskHandle[None]) -> Reply:
         reply = self._replies.find(call.digest, is_retry=call.is_retry)
         if reply is not None:
             return reply
@@ -307,7 +307,7 @@ class GatewaySession:
             for sample in samples:
                 if sample.answer is None and len(sample.conversation.transcript) == sample.start:
                     self._rows.release(request, sample.conversation)
-                elif scope.cancel_called:
+                elif task.status is task.Status.CANCELLING:
                     self._cut.add(sample.conversation)
         return self._finish(request, samples)
 
@@ -345,6 +345,9 @@ class GatewaySession:
     async def _generate(
         self, call: GatewayCall, sampling: SamplingParams, samples: list[_Sample]
     ) -> None:
+        if len(samples) == 1:
+            await samples[0].generate(call, sampling)
+            return
         try:
             async with anyio.create_task_group() as tasks:
                 for sample in samples:

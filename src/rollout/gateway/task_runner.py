@@ -43,7 +43,7 @@ class TaskRunner:
 
     async def run(
         self,
-        function: Callable[[anyio.CancelScope], Awaitable[T]],
+        function: Callable[[anyio.TaskHandle[None]], Awaitable[T]],
         *,
         wait: Wait[T] = wait_future,
         begin_s: float = math.inf,
@@ -52,7 +52,7 @@ class TaskRunner:
         """What the function returns or raises; cancelling the caller cancels it, and waits for it.
 
         Args:
-            function: Is given the scope that its caller cancels.
+            function: Is given its task, which the caller cancels.
             wait: Waits for the future of the result; what it raises before cancels the function.
             begin_s: How long `activity`, as the watchdog names it, may keep the loop of the group
                 from beginning it.
@@ -62,16 +62,13 @@ class TaskRunner:
             LoopBlockedError: The loop was kept from it longer.
         """
         future: Future[T] = Future()
-        scope: anyio.CancelScope | None = None
-        has_begun = is_cancelled = False
+        task: anyio.TaskHandle[None] | None = None
+        is_cancelled = False
 
         async def run() -> None:
-            nonlocal scope
+            assert task is not None
             try:
-                with anyio.CancelScope() as scope:
-                    if is_cancelled:
-                        scope.cancel()
-                    future.set_result(await function(scope))
+                future.set_result(await function(task))
             except Exception as error:
                 future.set_exception(error)
             finally:
@@ -79,28 +76,27 @@ class TaskRunner:
                     future.set_exception(refuse_ended())
 
         def begin() -> None:
-            nonlocal has_begun
+            nonlocal task
             if is_cancelled or self._tasks.cancel_scope.cancel_called:
                 future.set_exception(refuse_ended())
-                return
-            has_begun = True
-            self._context.run(self._tasks.start_soon, run)
+            else:
+                task = self._context.run(self._tasks.start_soon, run)
 
         def cancel() -> None:
-            if scope is not None:
-                scope.cancel()
+            if task is not None:
+                task.cancel()
 
         self.call_soon(begin)
         try:
             while True:
                 with anyio.move_on_after(begin_s):
                     return await wait(future)
-                if not has_begun:
+                if task is None:
                     self._check_blocked(begin_s, activity)
         except BaseException:
             is_cancelled = True
             self.call_soon(cancel)
-            if has_begun and not future.done():
+            if task is not None and not future.done():
                 with anyio.CancelScope(shield=True), suppress(Exception):
                     await wait_future(future)
             raise
