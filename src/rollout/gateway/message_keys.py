@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollout.chat.result_order import MessageIds, result_order
 from rollout.gateway.calls import ClientMessage, GatewayError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 #: Integers from this on are no longer exact in JavaScript, which writes 1.0 as 1, too.
 EXACT = 2**53
@@ -124,11 +126,11 @@ def hash_json(value: Any) -> int:
 
 def canonicalize(value: Any) -> Any:
     """A JSON value whose numbers are equal wherever a client may write them so."""
-    if value is None or isinstance(value, str | bool):
+    if value is None or isinstance(value, (str, bool)):
         return value
-    if isinstance(value, dict | Mapping):  # dict first: asking an abstract class takes longer
+    if isinstance(value, dict):
         return {str(name): canonicalize(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return [canonicalize(each) for each in value]
     if isinstance(value, int):
         return value if -EXACT < value < EXACT else _round(value)
