@@ -41,7 +41,7 @@ class LimitsConfig(Section):
     """
 
     section: ClassVar[str] = "limits"
-    #: One request to an engine, with its waiting.
+    #: One generation: its waiting, and all its requests to engines.
     generation_s: Positive | None = 600.0
     #: One tool call.
     tool_s: Positive | None = 60.0

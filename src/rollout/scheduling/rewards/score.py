@@ -59,7 +59,8 @@ class RewardFailure:
     @property
     def may_pass(self) -> bool:
         """Whether another call may do better."""
-        return self.outcome is Outcome.FAILED or self.source == LIMIT
+        has_failed = self.outcome is Outcome.FAILED and self.reason != UNRESPONSIVE
+        return has_failed or self.source == LIMIT
 
     def __str__(self) -> str:
         cause = self.cause
