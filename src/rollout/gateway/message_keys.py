@@ -9,13 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rollout.chat.result_order import MessageIds, result_order
 from rollout.gateway.calls import ClientMessage, GatewayError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 #: Integers from this on are no longer exact in JavaScript, which writes 1.0 as 1, too.
 EXACT = 2**53
@@ -136,7 +134,7 @@ def canonicalize(value: Any) -> Any:
         return value if -EXACT < value < EXACT else _round(value)
     if isinstance(value, float):
         return int(value) if value.is_integer() and abs(value) < EXACT else value
-    return value
+    return canonicalize(dict(value)) if isinstance(value, Mapping) else value
 
 
 def _round(value: int) -> float:
