@@ -98,7 +98,8 @@ class FrameStream(Generic[Message]):
             del buffer[start:]  # half a frame would end the connection
             raise
         _length.pack_into(buffer, start, length)
-        self._has_outgoing.set()
+        if not start:  # else the writer knows already
+            self._has_outgoing.set()
 
     async def flush(self) -> None:
         """Write what is queued; for the one task that writes."""
