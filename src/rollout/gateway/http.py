@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, closing, suppress
+from contextlib import asynccontextmanager, closing
 from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -119,11 +119,7 @@ class Exchange:
     async def wait(self, future: Future[T], sign: bytes = b"", headers: Headers = JSON) -> T:
         """The result of what another loop computes, unless the client leaves before.
 
-        Args:
-            future: Gets the result; cancellation leaves it alone.
-            sign: Of life, a part of the reply that is sent every `gateway.keep_alive_s`; "" for
-                none.
-            headers: Of the reply.
+        Meanwhile it sends `sign`, where there is one, every `gateway.keep_alive_s`.
         """
         every_s = self._config.keep_alive_s if sign else math.inf
         post, scope = loop_poster(), anyio.CancelScope()
@@ -239,14 +235,12 @@ class _Connection:
     async def send(self, *events: h11.Event) -> None:
         """Send events; the system has taken every byte then."""
         data = b"".join(self._protocol.send(event) or b"" for event in events)
-        with (
-            suppress(anyio.BrokenResourceError, anyio.ClosedResourceError),
-            anyio.move_on_after(self._config.write_s),
-        ):
-            await self._stream.send(data)
-            return
-        await anyio.aclose_forcefully(self._stream)
-        raise ClientLeftError
+        try:
+            with anyio.fail_after(self._config.write_s):
+                await self._stream.send(data)
+        except (TimeoutError, anyio.BrokenResourceError, anyio.ClosedResourceError):
+            await anyio.aclose_forcefully(self._stream)
+            raise ClientLeftError from None
 
     async def _read_head(self, patience_s: float) -> h11.Request | None:
         """The head of the next request; None where there is none to be answered."""

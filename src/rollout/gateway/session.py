@@ -175,12 +175,8 @@ class GatewaySession:
     async def complete(self, call: GatewayCall, wait: Wait[Completion] = wait_future) -> Completion:
         """Generate what a client asks for, or replay what it asked for before and did not get.
 
-        Runs in the trajectory's scope. Cancelling the caller means that the client has left: the
-        generation is aborted.
-
-        Args:
-            call: What it asks for.
-            wait: As in `TaskRunner.run`.
+        Runs in the trajectory's scope. Cancelling the caller, or an error of `wait`, means that the
+        client has left: the generation is aborted.
 
         Raises:
             GatewayError: It cannot be served, or the trajectory has ended.
