@@ -12,7 +12,7 @@ from rollout.chat.continuation import USER_MARKER, ContinuationRenderer
 from rollout.chat.drift import DRIFT_KINDS, Drift, FullRenderer, compare
 from rollout.chat.encoding import TemplateRenderer, WrittenText, get_encoder, render_escaped
 from rollout.chat.messages import TemplateMessage, list_media, template_messages
-from rollout.chat.reasoning import opens_reasoning
+from rollout.chat.reasoning import ends_with_opening, opens_reasoning
 from rollout.chat.tokenizer_parts import read_parts, spell_token
 from rollout.errors import MediaError, TemplateError
 
@@ -294,9 +294,18 @@ class ChatTemplate:
 
     @cached_property
     def opens_reasoning(self) -> bool:
-        """Whether the opening of the assistant's turn ends inside reasoning (``<think>``)."""
+        """Whether the turn after a plain question begins inside reasoning (``<think>``)."""
+        return opens_reasoning(self._opening)
+
+    @cached_property
+    def _opening(self) -> str:
         text = self._renderer.render([{"role": "user", "content": USER_MARKER}], True)
-        return opens_reasoning(text.rpartition(USER_MARKER)[2])
+        return text.rpartition(USER_MARKER)[2]
+
+    def ends_in_reasoning(self, ids: Sequence[int]) -> bool:
+        """Whether the turn after a prompt of `ids` begins inside reasoning, as its end says."""
+        text = self.decode(ids[-len(self._opening) - 64 :])
+        return self.opens_reasoning if text.endswith(self._opening) else ends_with_opening(text)
 
     @cached_property
     def added_system_prompt(self) -> str:
