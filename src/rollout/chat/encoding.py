@@ -33,6 +33,7 @@ from rollout.chat.messages import (
     template_call,
     with_arguments_as_text,
 )
+from rollout.chat.reasoning import END_THINK, THINK
 from rollout.chat.tokenizer_parts import can_be_split, copy_tokenizer, longest_token, match_any
 from rollout.errors import TemplateError
 from rollout.utf8 import check_encodable
@@ -255,7 +256,7 @@ _SCALARS = frozenset((str, int, float, bool, type(None)))
 _RENAMED = frozenset(("reasoning_content", "thinking", "reasoning"))
 
 
-#: Tags that assistants write themselves, so that the words of one in a prompt may hold them.
+#: What the tags look like that assistants write themselves.
 TAG = re.compile(r"</?\w+>")
 
 
@@ -343,7 +344,7 @@ class _Marks:
         at, end = 0, len(text.rstrip())
         for start, stop in self._encoder.special_token_spellings(text):
             token = text[start:stop]
-            if is_assistant and TAG.fullmatch(token):
+            if is_assistant and token in self._encoder.tags:
                 continue
             is_before = stop >= end  # templates look for tokens at the start or end of a content
             mark = f"{self._word}{len(self.spelled)}x"
@@ -403,12 +404,18 @@ class TextEncoder:
     Attributes:
         specials: Spelling and id of each token that a template may write: those marked special,
             and the other added ones that are neither white space nor markup.
+        tags: Those that assistants write themselves, so that their words in a prompt may hold them.
         added: How many added tokens the tokenizer had.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         tokens = tokenizer.added_tokens_decoder
         self.specials = {each.content: at for at, each in tokens.items() if _is_special(each)}
+        self.tags = {
+            each.content
+            for each in tokens.values()
+            if TAG.fullmatch(each.content) and (not each.special or each.content in (THINK, END_THINK))
+        }
         self.added = len(tokens)
         self._pattern = match_any(self.specials)
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
