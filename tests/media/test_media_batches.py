@@ -14,6 +14,7 @@ import rollout
 from media_material import CALL, config_of, frames, image, picture, write_model
 from rollout import Prompt, RolloutBatch, RolloutError, ToolResult, function_tool
 from rollout.batch import collate
+from rollout.chat.messages import as_messages
 from rollout.chat import load_media_processor
 from rollout.config import MediaConfig
 
@@ -121,6 +122,10 @@ async def test_saved_batch_has_each_medium_once_and_is_loaded_whole(
     for row, (one, other) in enumerate(zip(batch.trajectories, loaded.trajectories, strict=True)):
         assert one.transcript.media == other.transcript.media
         assert [tuple(m.parts) for m in one.messages] == [tuple(m.parts) for m in other.messages]
+        begun = other.messages[: len(other.prompt.messages)]
+        assert [as_messages([m]) for m in other.prompt.messages] == [[m] for m in begun]
+        shown = [p.content for m in begun for p in m.parts if not isinstance(p, str)]
+        assert all(shown) and bool(shown) == (row < 2)
         assert [each.medium.content for each in other.transcript.media] == [
             contents[each.medium.digest] for each in one.transcript.media
         ]
