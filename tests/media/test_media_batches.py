@@ -12,7 +12,7 @@ import torch
 
 import rollout
 from media_material import CALL, config_of, frames, image, picture, write_model
-from rollout import Prompt, RolloutBatch, RolloutError, ToolResult, function_tool
+from rollout import Prompt, RolloutBatch, RolloutError, ToolResult, function_tool, load_trajectories
 from rollout.batch import collate
 from rollout.chat.messages import as_messages
 from rollout.chat import load_media_processor
@@ -136,9 +136,15 @@ async def test_saved_batch_has_each_medium_once_and_is_loaded_whole(
         )
     with pytest.raises(RolloutError, match="no processor is known; give collate or RolloutBatch"):
         RolloutBatch.load(tmp_path).multi_modal_inputs[0]
+    bare = collate(load_trajectories(tmp_path), config_of(folder).lengths, 0)
+    with pytest.raises(RolloutError, match="the batch lacks the content of <Media image"):
+        bare.save(tmp_path / "bare")
+    assert not (tmp_path / "bare").exists()
     path = tmp_path / "media.safetensors"
     changed = bytearray(path.read_bytes())
     changed[-1] ^= 1
     path.write_bytes(changed)
     with pytest.raises(RolloutError, match=r"media\.safetensors is not the file that meta.json"):
         RolloutBatch.load(tmp_path)
+    collate([], config_of(folder).lengths, 0).save(tmp_path, overwrite=True)
+    assert not path.exists()

@@ -92,9 +92,10 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
             overwrite: Replace the files of another batch.
 
         Raises:
-            RolloutError: The directory holds another batch, or files of such names; or it cannot be
-                written: names the file, and where room lacks, what is needed and what there is.
-                Nothing is left of the attempt: make room and call it again.
+            RolloutError: The directory holds another batch, or files of such names; an image or
+                video has no content (of `load_trajectories`); or it cannot be written: names the
+                file, and where room lacks, what is needed and what there is. Nothing is left of the
+                attempt: make room and call it again.
         """
         write_batch(Path(directory), self, overwrite=overwrite)
 

@@ -7,7 +7,7 @@ values of users and conversations are written is each writer's; all the rest is 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -254,16 +254,18 @@ def unpack_complete(complete: CompleteTrajectory) -> Trajectory:
 
 
 def collect_contents(trajectories: Iterable[Trajectory]) -> dict[str, bytes]:
-    """The content of each medium in them, by its digest."""
-    found: dict[str, bytes] = {}
+    """The content of each medium in them that has one, by its digest."""
+    return {each.digest: each.content for each in list_media(trajectories) if each.content}
+
+
+def list_media(trajectories: Iterable[Trajectory]) -> Iterator[Media]:
+    """The media in them; one that several messages show comes several times."""
     for trajectory in trajectories:
-        media = list(find_shown(trajectory.messages))
+        yield from find_shown(trajectory.messages)
         for segment in trajectory.segments:
-            media += [each.medium for each in segment.transcript.media]
+            yield from (each.medium for each in segment.transcript.media)
             if segment.messages is not trajectory.messages:
-                media += find_shown(segment.messages)
-        found |= {medium.digest: medium.content for medium in media if medium.content}
-    return found
+                yield from find_shown(segment.messages)
 
 
 def restore_media(trajectory: Trajectory, contents: KnownContents) -> None:
