@@ -14,8 +14,8 @@ import rollout
 from media_material import CALL, config_of, frames, image, picture, write_model
 from rollout import Prompt, RolloutBatch, RolloutError, ToolResult, function_tool, load_trajectories
 from rollout.batch import collate
-from rollout.chat.messages import as_messages
 from rollout.chat import load_media_processor
+from rollout.chat.messages import as_messages
 from rollout.config import MediaConfig
 
 if TYPE_CHECKING:
@@ -125,7 +125,8 @@ async def test_saved_batch_has_each_medium_once_and_is_loaded_whole(
         begun = other.messages[: len(other.prompt.messages)]
         assert [as_messages([m]) for m in other.prompt.messages] == [[m] for m in begun]
         shown = [p.content for m in begun for p in m.parts if not isinstance(p, str)]
-        assert all(shown) and bool(shown) == (row < 2)
+        assert all(shown)
+        assert bool(shown) == (row < 2)
         assert [each.medium.content for each in other.transcript.media] == [
             contents[each.medium.digest] for each in one.transcript.media
         ]

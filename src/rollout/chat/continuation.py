@@ -245,6 +245,8 @@ class ContinuationRenderer:
         key = tuple([(message["role"], *sorted(message)) for message in messages])
         pattern = self._patterns.get(key)
         if pattern is None:
+            if len(self._patterns) >= 1024:  # clients of a gateway choose the keys
+                self._patterns.clear()
             pattern = self._patterns[key] = self._try_answers(messages)
         return pattern
 

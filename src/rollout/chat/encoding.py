@@ -297,6 +297,15 @@ def render_escaped(
     return marks.remove(render(marked, offered)) if marks.spelled else WrittenText(text)
 
 
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """`value` with another text for each that is in it, keys of mappings included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {map_texts(key, change): map_texts(item, change) for key, item in value.items()}
+    return [map_texts(each, change) for each in value] if isinstance(value, list | tuple) else value
+
+
 def _list_texts(value: object) -> list[str]:
     found, texts = [value], list[str]()
     for item in found:  # which grows meanwhile
@@ -328,18 +337,9 @@ class _Marks:
 
     def add(self, value: Any, *, is_assistant: bool = False) -> Any:
         """`value` with a mark beside each token in its strings."""
-        if isinstance(value, str):
-            return self._mark_text(value, is_assistant)
-        if isinstance(value, Mapping):
-            return {
-                self.add(key): self.add(item, is_assistant=is_assistant)
-                for key, item in value.items()
-            }
-        if isinstance(value, list | tuple):
-            return [self.add(item, is_assistant=is_assistant) for item in value]
-        return value
+        return map_texts(value, partial(self._mark_text, is_assistant))
 
-    def _mark_text(self, text: str, is_assistant: bool) -> str:
+    def _mark_text(self, is_assistant: bool, text: str) -> str:
         pieces: list[str] = []
         at, end = 0, len(text.rstrip())
         for start, stop in self._encoder.special_token_spellings(text):
@@ -414,7 +414,8 @@ class TextEncoder:
         self.tags = {
             each.content
             for each in tokens.values()
-            if TAG.fullmatch(each.content) and (not each.special or each.content in (THINK, END_THINK))
+            if TAG.fullmatch(each.content)
+            and (not each.special or each.content in (THINK, END_THINK))
         }
         self.added = len(tokens)
         self._pattern = match_any(self.specials)
@@ -467,6 +468,8 @@ class TextEncoder:
         try:
             return self._decode(listed)
         except Exception:  # fastokens does not know an id
+            if self._backend is None:
+                raise
             return str(self._backend.decode(listed, skip_special_tokens=False))
 
     def refuse_beyond(self, max_tokens: int | None, text: str) -> None:

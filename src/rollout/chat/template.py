@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.chat.continuation import USER_MARKER, ContinuationRenderer
 from rollout.chat.drift import DRIFT_KINDS, Drift, FullRenderer, compare
-from rollout.chat.encoding import TemplateRenderer, WrittenText, get_encoder, render_escaped
+from rollout.chat.encoding import (
+    TemplateRenderer,
+    WrittenText,
+    get_encoder,
+    map_texts,
+    render_escaped,
+)
 from rollout.chat.messages import TemplateMessage, list_media, template_messages
 from rollout.chat.reasoning import ends_with_opening, opens_reasoning
 from rollout.chat.tokenizer_parts import read_parts, spell_token
@@ -122,6 +128,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         max_tokens: int | None,
     ) -> WrittenText:
+        messages = self._renderer.adapted(messages)  # ids of calls as they were given, unmarked
         written = render_escaped(
             lambda given, offered: self._renderer.render(given, True, offered),
             *(self.encoder, messages, tools, max_tokens),
@@ -225,6 +232,10 @@ class ChatTemplate:
         names = [self.decode([token]) for token in self._continuations.stop_ids()]
         renderer = FullRenderer(self._renderer.render, self.encoder, ends, names)
         given, text = template_messages(messages), self.decode(transcript.ids())
+        tokens = self.processor.tokens.values() if self.processor else ()
+        words = [(token, f"rolloutPlaceholder{at}x") for at, token in enumerate(tokens)]
+        if words:  # those that somebody spells are no placeholders of media
+            given, said = map_texts([given, said], lambda each: _replace_all(each, words))
         drifts: list[Drift] = []
         for with_calls in (False, True):
             try:
@@ -234,6 +245,7 @@ class ChatTemplate:
                     raise
                 continue
             rendering = self._expand_media(WrittenText(full), given, (), None).text
+            rendering = _replace_all(rendering, [(word, token) for token, word in words])
             if rendering != text:  # the vocabulary may not spell every text (NFC, missing bytes)
                 rendering = self.decode(self.encoder.encode(rendering))
             specials = self.encoder.specials
@@ -333,6 +345,12 @@ class ChatTemplate:
             facts.append(self._renderer.kwargs)
         record = json.dumps(facts, sort_keys=True, default=str).encode()
         return hashlib.sha256(record).hexdigest()[:16]
+
+
+def _replace_all(text: str, pairs: Iterable[tuple[str, str]]) -> str:
+    for old, new in pairs:
+        text = text.replace(old, new)
+    return text
 
 
 def _single_id(token_id: Any) -> int | None:

@@ -203,10 +203,10 @@ def unpack_message(packed: Sequence[Any]) -> Message:
     return Message(**fields | {"tool_calls": tuple(calls), "parts": tuple(parts)})
 
 
-def unpack_prompt(fields: dict[str, Any]) -> Prompt:
+def unpack_prompt(fields: Mapping[str, Any]) -> Prompt:
     """The prompt of such fields: a list among its messages is a packed `Message`."""
-    messages = [unpack_message(m) if type(m) is list else m for m in fields.pop("messages")]
-    return Prompt(messages=messages, **fields)
+    messages = [unpack_message(m) if type(m) is list else m for m in fields["messages"]]
+    return Prompt(**{**fields, "messages": messages})
 
 
 def pack_complete(trajectory: Trajectory, where: str) -> CompleteTrajectory:
