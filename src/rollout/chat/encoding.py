@@ -291,9 +291,12 @@ def render_escaped(
     word = "rolloutSpecialToken"  # letters, which templates leave as they are
     while word in text:
         word += "a"
-    marks = _Marks(encoder, word)
-    marked = [marks.add(each, is_assistant=each["role"] == "assistant") for each in messages]
-    offered = None if tools is None else marks.add(list(tools))
+    marks = _SpelledMarks(encoder, word)
+    marked = [
+        map_texts(each, partial(marks.add, is_assistant=each["role"] == "assistant"))
+        for each in messages
+    ]
+    offered = None if tools is None else map_texts(list(tools), marks.add)
     return marks.remove(render(marked, offered)) if marks.spelled else WrittenText(text)
 
 
@@ -319,7 +322,7 @@ def _list_texts(value: object) -> list[str]:
     return texts
 
 
-class _Marks:
+class _SpelledMarks:
     """Words of our own beside the special tokens that messages spell.
 
     Args:
@@ -335,11 +338,8 @@ class _Marks:
         self._word = word
         self.spelled: list[tuple[str, bool]] = []
 
-    def add(self, value: Any, *, is_assistant: bool = False) -> Any:
-        """`value` with a mark beside each token in its strings."""
-        return map_texts(value, partial(self._mark_text, is_assistant))
-
-    def _mark_text(self, is_assistant: bool, text: str) -> str:
+    def add(self, text: str, *, is_assistant: bool = False) -> str:
+        """`text` with a mark beside each token in it."""
         pieces: list[str] = []
         at, end = 0, len(text.rstrip())
         for start, stop in self._encoder.special_token_spellings(text):
@@ -411,17 +411,14 @@ class TextEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         tokens = tokenizer.added_tokens_decoder
         self.specials = {each.content: at for at, each in tokens.items() if _is_special(each)}
-        self.tags = {
-            each.content
-            for each in tokens.values()
-            if TAG.fullmatch(each.content)
-            and (not each.special or each.content in (THINK, END_THINK))
-        }
+        own = (THINK, END_THINK)
+        tags = (each for each in tokens.values() if TAG.fullmatch(each.content))
+        self.tags = {tag.content for tag in tags if not tag.special or tag.content in own}
         self.added = len(tokens)
         self._pattern = match_any(self.specials)
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._encode_whole: Encode | None = None
-        self._marked: _MarkedTexts | None = None
+        self._marked: _TemplateMarks | None = None
         if self._backend is None:
             self._decode: Decode = lambda ids: str(
                 tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -432,7 +429,7 @@ class TextEncoder:
             encode, self._decode = make_plain_codec(self._backend, self.specials)
             if not can_be_split(self._backend):
                 self._encode_whole = make_encoder(copy_tokenizer(self._backend))
-                self._marked = _MarkedTexts(self._backend, self.specials)
+                self._marked = _TemplateMarks(self._backend, self.specials)
         self._piece_ids = _Remembered(encode)
 
     def encode(self, written: WrittenText | str, max_tokens: int | None = None) -> array[int]:
@@ -539,7 +536,7 @@ def _measure(piece: str, ids: bytes) -> int:
     return sys.getsizeof(piece) + sys.getsizeof(ids) + _ENTRY
 
 
-class _MarkedTexts:
+class _TemplateMarks:
     """Encodes whole texts whose special tokens are replaced by marks of our own.
 
     Its tokenizer reads every special token of the vocabulary as text, and recognises four made-up

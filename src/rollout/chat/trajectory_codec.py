@@ -95,7 +95,8 @@ CompleteTrajectory = tuple[TrajectoryRecord[Span, Any], dict[str, bytes]]
 
 #: Values of users' among what both have.
 _VALUES = ("reward", "turn_scores", "tool_rewards", "metrics", "extra")
-_OF_SEGMENT = ("purpose", "parent", "trainable", "session_id", "seeds")
+#: Of a segment, in the same form in its record and its row.
+SEGMENT_FACTS = ("purpose", "parent", "trainable", "session_id", "seeds")
 _SAME = tuple(name for name in TrajectoryFacts.__struct_fields__ if name not in _VALUES)
 
 
@@ -119,7 +120,7 @@ def pack_trajectory(
         rewards, own = each.token_rewards, each.transcript
         segments.append(
             SegmentRecord(
-                **{name: getattr(each, name) for name in _OF_SEGMENT},
+                **{name: getattr(each, name) for name in SEGMENT_FACTS},
                 reward=write(each.reward, "segments.reward"),
                 token_rewards=None if rewards is None else array("f", rewards).tobytes(),
                 spans=None if own is transcript else list(own.spans),
@@ -164,7 +165,7 @@ def unpack_trajectory(
     conversation = unpack_messages(record.messages)
     segments = [
         Segment(
-            **{name: getattr(each, name) for name in (*_OF_SEGMENT, "reward")},
+            **{name: getattr(each, name) for name in (*SEGMENT_FACTS, "reward")},
             transcript=transcript,
             token_rewards=None if each.token_rewards is None else array("f", each.token_rewards),
             messages=(conversation if each.messages is None else unpack_messages(each.messages)),
