@@ -307,17 +307,19 @@ class ChatTemplate:
     @cached_property
     def opens_reasoning(self) -> bool:
         """Whether the turn after a plain question begins inside reasoning (``<think>``)."""
-        return opens_reasoning(self._opening)
+        return opens_reasoning(self._around_question[1])
 
     @cached_property
-    def _opening(self) -> str:
+    def _around_question(self) -> tuple[str, str]:
+        """What a template writes before a question and after it."""
         text = self._renderer.render([{"role": "user", "content": USER_MARKER}], True)
-        return text.rpartition(USER_MARKER)[2]
+        return text.partition(USER_MARKER)[0], text.rpartition(USER_MARKER)[2]
 
     def ends_in_reasoning(self, ids: Sequence[int]) -> bool:
         """Whether the turn after a prompt of `ids` begins inside reasoning, as its end says."""
-        text = self.decode(ids[-len(self._opening) - 64 :])
-        return self.opens_reasoning if text.endswith(self._opening) else ends_with_opening(text)
+        opening = self._around_question[1]
+        text = self.decode(ids[-len(opening) - 64 :])
+        return self.opens_reasoning if text.endswith(opening) else ends_with_opening(text)
 
     @cached_property
     def added_system_prompt(self) -> str:
@@ -325,8 +327,7 @@ class ChatTemplate:
 
         Empty unless it holds more than special tokens and the name of a role.
         """
-        text = self._renderer.render([{"role": "user", "content": USER_MARKER}], True)
-        head = text.partition(USER_MARKER)[0]
+        head = self._around_question[0]
         pieces = self.encoder.split(WrittenText(head))[::2]
         words = sum(len(piece.split()) for piece in pieces)
         return head if words > 1 + (len(pieces) - 1) // 2 else ""
