@@ -425,12 +425,10 @@ async def _reward(runner: TrajectoryRunner, run: TrajectoryRun, trajectory: Traj
                 apply_reward(trajectory, check_reward_value(own, trajectory, "the agent"))
             except BadRewardError as error:
                 end_without_reward(trajectory, Outcome.FAILED, "reward", None, Cause.of(error))
-    elif run.member.deadline_met is None:
-        if events.is_on:
-            enter_trajectory(events, run.member.identity.number)
-        await runner.rewarding.reward(run.member, trajectory, lambda: context.sandbox)
-    else:  # no time is left to learn its reward
-        exclude(trajectory)
+        return
+    if events.is_on:
+        enter_trajectory(events, run.member.identity.number)
+    await runner.rewarding.reward(run.member, trajectory, lambda: context.sandbox)
 
 
 def _add_times(run: TrajectoryRun, trajectory: Trajectory) -> None:
