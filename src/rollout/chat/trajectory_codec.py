@@ -256,10 +256,12 @@ def unpack_complete(complete: CompleteTrajectory) -> Trajectory:
 
 def collect_contents(trajectories: Iterable[Trajectory]) -> dict[str, bytes]:
     """The content of each medium in them that has one, by its digest."""
-    return {each.digest: each.content for each in list_media(trajectories) if each.content}
+    return {
+        each.digest: each.content for each in list_trajectory_media(trajectories) if each.content
+    }
 
 
-def list_media(trajectories: Iterable[Trajectory]) -> Iterator[Media]:
+def list_trajectory_media(trajectories: Iterable[Trajectory]) -> Iterator[Media]:
     """The media in them; one that several messages show comes several times."""
     for trajectory in trajectories:
         yield from find_shown(trajectory.messages)
