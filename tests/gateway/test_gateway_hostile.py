@@ -214,6 +214,31 @@ async def test_requests_of_too_many_messages_calls_or_images_are_refused_by_name
             assert "10,000" in got.text or "1024" in got.text
 
 
+def nest(space: str) -> dict[str, Any]:
+    tools = [{"type": "custom", "name": f"f{at}"} for at in range(600)]
+    return {"type": "namespace", "name": space, "tools": tools}
+
+
+@pytest.mark.parametrize(
+    ("path", "tools", "field"),
+    [
+        (MESSAGES, [{"name": "", "input_schema": {}}], "tools[0].name"),
+        (MESSAGES, [{"name": "f", "input_schema": []}], "tools[0].input_schema"),
+        (MESSAGES, [{"name": "f"}] * 2, "tools"),
+        (CHAT, [{"function": {"name": "f"}}] * 2, "tools"),
+        (RESPONSES, [{"type": "function", "name": "f"}] * 2, "tools"),
+        (RESPONSES, [{"type": "custom"}], "tools[0].name"),
+        (RESPONSES, [nest("one"), nest("two")], "tools"),
+    ],
+)
+async def test_tools_that_cannot_be_are_refused_by_name(path: str, tools: Any, field: str) -> None:
+    async with client_of(FakeSession(PATH, KEY)) as client:
+        body = ASKED | {"input": "2 + 2?", "tools": tools}
+        got = await client.post(path, json=body, headers=KEYED)
+    assert got.status_code == 400
+    assert got.json()["error"]["message"].startswith(f"{field}: ")
+
+
 async def test_encoded_body_is_refused() -> None:
     async with client_of(FakeSession(PATH, KEY)) as client:
         headers = KEYED | {"content-encoding": "gzip"}

@@ -26,21 +26,25 @@ _KEYS = tuple(field.name for field in attrs.fields(SamplingConfig))
 
 
 def make_sampling(
-    config: RolloutConfig, overrides: Mapping[str, Any], *, validate: bool
+    config: RolloutConfig, *overrides: Mapping[str, Any], validate: bool
 ) -> SamplingParams:
     """The sampling of a prompt's generations, without seed and turn budget.
+
+    Args:
+        overrides: Fields of `sampling` over the configuration's, each mapping over those before.
 
     Raises:
         ConfigError: An override names no field of `sampling`, or has a bad value.
     """
-    base = config.validation_sampling if validate else config.sampling
-    for key in overrides:
-        if key not in _KEYS:
-            instead = SamplingConfig.instead_of(key)
-            known = f"unknown key in a prompt's sampling; known: {', '.join(_KEYS)}"
-            value = f" = {overrides[key]!r}" if instead else ""
-            raise ConfigError(f"sampling.{key}{value}: {instead or known}")
-    merged = SamplingConfig(**dict(overrides)).over(base) if overrides else base
+    merged = config.validation_sampling if validate else config.sampling
+    for fields in overrides:
+        for key in fields:
+            if key not in _KEYS:
+                instead = SamplingConfig.instead_of(key)
+                known = f"unknown key in a prompt's sampling; known: {', '.join(_KEYS)}"
+                value = f" = {fields[key]!r}" if instead else ""
+                raise ConfigError(f"sampling.{key}{value}: {instead or known}")
+        merged = SamplingConfig(**dict(fields)).over(merged) if fields else merged
     return SamplingParams(
         max_new_tokens=merged.max_new_tokens or config.lengths.response,
         temperature=0.0 if merged.greedy else merged.temperature,
@@ -80,12 +84,12 @@ def read_sampling(
         raise AgentError(
             f"{what}: sampling = {sampling!r:.80}; expected SamplingParams, or a mapping of fields"
         )
-    overrides = {**prompt.sampling, **without_null_keys(sampling)}
+    overrides = prompt.sampling, without_null_keys(sampling)
     try:
-        drawn = make_sampling(services.config, overrides, validate=validate)
+        drawn = make_sampling(services.config, *overrides, validate=validate)
     except ConfigError as error:
         raise AgentError(f"{what}: {error}") from error
-    fault = top_log_probs_fault(drawn.top_log_probs, services.engines.info)
+    fault = find_sampling_fault(drawn, services.engines.info)
     if fault:
         raise AgentError(f"{what}: {fault}")
     return drawn
@@ -97,7 +101,7 @@ def replace_sampling(
     """`sampling` with other values of these fields; None says nothing.
 
     Raises:
-        AgentError: A name is none of its fields, or the engines cannot tell so many log-probs.
+        AgentError: A name is none of its fields, or or the engines cannot do it.
         EngineError: A value is not of its field's type, or out of its range.
     """
     known = SamplingParams.__struct_fields__
@@ -112,7 +116,7 @@ def replace_sampling(
     }
     drawn = msgspec.structs.replace(sampling, **given)
     check_sampling(drawn)
-    fault = top_log_probs_fault(drawn.top_log_probs, services.engines.info)
+    fault = find_sampling_fault(drawn, services.engines.info)
     if fault:
         raise AgentError(f"generate: {fault}")
     return drawn
@@ -151,6 +155,17 @@ def _origin(name: str, value: float, services: Services, prompt: Prompt) -> str:
     if getattr(services.config.sampling, name) == value:
         return f"sampling.{name}"
     return "the agent, or a client of the gateway"
+
+
+def find_sampling_fault(sampling: SamplingParams, info: EngineInfo) -> str:
+    """Why the engines cannot sample so, which begins with the field; empty where they can."""
+    foreign = [token for token in sampling.stop_token_ids if token >= info.vocab_size]
+    if foreign and info.vocab_size:
+        return (
+            f"sampling.stop_token_ids: {foreign[0]} is outside the engine's vocabulary of "
+            f"{info.vocab_size} ids"
+        )
+    return top_log_probs_fault(sampling.top_log_probs, info)
 
 
 def top_log_probs_fault(count: int, info: EngineInfo) -> str:

@@ -14,7 +14,12 @@ import msgspec
 
 from rollout.agents import AgentLoop, register_agent
 from rollout.agents.gateway_door import GatewayAddress
-from rollout.chat.reward_values import BadRewardError, apply_reward, check_reward_value
+from rollout.chat.reward_values import (
+    MAX_REWARD,
+    BadRewardError,
+    apply_reward,
+    check_reward_value,
+)
 from rollout.chat.trajectory import Trajectory
 from rollout.errors import PromptError
 from rollout.gateway.calls import GatewayError
@@ -31,8 +36,6 @@ if TYPE_CHECKING:
 AGENT = "served_elsewhere"
 #: Reason of trajectories whose client left before it had the answer that names them.
 CLIENT_LEFT = "client_left"
-#: Greatest number of float32.
-MAX_REWARD = 3.4e38
 #: Of an ended trajectory in memory: each token's id, log-prob and version, and all else.
 TOKEN_BYTES, OTHER_BYTES = 20, 4096
 

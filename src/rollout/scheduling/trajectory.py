@@ -15,7 +15,7 @@ from rollout.agents.context import AgentContext, open_context
 from rollout.agents.conversation import list_segments
 from rollout.agents.ending import Ending, RejectedPrompt
 from rollout.agents.generating import find_natural_ending
-from rollout.agents.prompt_sampling import make_sampling, top_log_probs_fault
+from rollout.agents.prompt_sampling import find_sampling_fault, make_sampling
 from rollout.agents.services import Services
 from rollout.agents.trajectory_state import UNRESPONSIVE
 from rollout.chat.reward_values import BadRewardError, apply_reward, check_reward_value
@@ -192,7 +192,7 @@ def _open_context(services: Services, run: TrajectoryRun) -> tuple[Registered, A
         RejectedPrompt: The prompt names what does not exist, or overrides wrongly.
     """
     member, config = run.member, services.config
-    prompt, identity, info = member.prompt, member.identity, services.engines.info
+    prompt, identity = member.prompt, member.identity
     if not prompt.messages:
         raise RejectedPrompt("empty_prompt", "messages: expected at least one message")
     with _rejecting(AgentError, "unknown_agent"):
@@ -201,13 +201,7 @@ def _open_context(services: Services, run: TrajectoryRun) -> tuple[Registered, A
         sampling = make_sampling(config, prompt.sampling, validate=identity.validate)
     with _rejecting(ConfigError, "bad_sandbox", "extra: "):
         services.sandboxes.spec_for(prompt.extra)
-    fault = top_log_probs_fault(sampling.top_log_probs, info)
-    foreign = [token for token in sampling.stop_token_ids if token >= info.vocab_size]
-    if foreign and info.vocab_size:
-        fault = (
-            f"sampling.stop_token_ids: {foreign[0]} is outside the engine's vocabulary of "
-            f"{info.vocab_size} ids"
-        )
+    fault = find_sampling_fault(sampling, services.engines.info)
     if fault:
         raise RejectedPrompt("bad_sampling", fault)
     with _rejecting(ToolError, "unknown_tool"):
