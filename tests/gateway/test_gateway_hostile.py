@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from fake_sessions import KEY, PATH, FakeSession, answer, served
+from rollout.gateway.http import ClientLeftError, Exchange
 from slow_cases import slow_but
 
 pytest.importorskip("h11")
@@ -401,6 +402,35 @@ async def test_four_identical_requests_at_once_are_four_samples() -> None:
             session.hold.set()
     assert len(set(got)) == 4
     assert session.left_ids == []
+
+
+async def test_sign_of_life_that_fails_as_the_answer_comes_loses_no_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = FakeSession(PATH, KEY)
+    session.pause_s = 0.05
+
+    async def write(*_: Any) -> None:
+        await until(lambda: session.sampled == 1)
+        await anyio.sleep(0.05)
+        raise ClientLeftError
+
+    monkeypatch.setattr(Exchange, "write", write)
+    async with client_of(session, keep_alive_s=0.01) as client:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.post(CHAT, json=ASKED, headers=KEYED)
+    assert session.left_ids == ["completion-1"]
+
+
+async def test_body_that_nobody_reads_and_is_none_is_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with client_of(FakeSession(PATH, KEY)) as client:
+        async with await anyio.connect_tcp(*address_of(client)) as stream:
+            head = b"POST /nope HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+            await stream.send(head + b"zzz\r\n")
+            assert (await all_of(stream)).startswith(b"HTTP/1.1 404 ")
+    assert caplog.records == []
 
 
 def cut_reply(address: tuple[str, int], request: bytes, count: int) -> bytes:

@@ -325,3 +325,22 @@ def test_resumption_that_has_everything_writes_nothing(tmp_path: Path) -> None:
     whole = path.read_bytes()
     run_virtual(lambda: act(resume=True))
     assert path.read_bytes() == whole
+
+
+def test_calls_resumed_with_new_prompts_and_in_another_order_sample_those_alone(
+    tmp_path: Path,
+) -> None:
+    def ran(*calls: str, resume: bool) -> int:
+        async def act() -> int:
+            own = config(tmp_path / "j", "single_turn")
+            async with rollout.open_rollout(own, resume=resume) as runtime:
+                for names in calls:
+                    await runtime.generate([user(f"go {name}", name) for name in names], step=0)
+                journal = runtime.statistics().journal
+                assert journal is not None
+                return journal.returned
+
+        return run_virtual(act)
+
+    assert ran("ab", "bc", resume=False) == 0
+    assert ran("bc", "dab", resume=True) == 8

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 #: The code of the refusal in OpenAI's APIs; SDKs and frameworks put it into their errors.
 CODE = "context_length_exceeded"
 #: How programs print that they were refused for a length, in their own words or those of HTTP.
-_IN_OUTPUT = re.compile(r"\b400\b|context[ _-]?(length|window)|too long", re.IGNORECASE)
+_IN_OUTPUT = re.compile(
+    r"\b(\w*error|http|status|code)([\W_]|error|status|code)*400\b|\b400 bad request"
+    "|context[ _-]?(length|window)|too long",
+    re.IGNORECASE,
+)
 
 
 class LengthRefusals:

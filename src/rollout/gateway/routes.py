@@ -12,7 +12,7 @@ import anyio
 from rollout.clocks import wall
 from rollout.gateway.apis import chat, messages, responses
 from rollout.gateway.apis.writing import ApiRequest, ReplyContext, encode, format_openai_error
-from rollout.gateway.calls import GatewayError, check_forced
+from rollout.gateway.calls import Completion, GatewayError, check_forced
 from rollout.gateway.http import EVENTS, JSON, ClientLeftError, Exchange
 from rollout.scopes import open_task_group
 
@@ -159,20 +159,27 @@ class TrajectoryApi:
         request: ApiRequest,
         context: ReplyContext,
     ) -> None:
-        async with open_task_group() as tasks:
-            tasks.start_soon(self._keep_alive, exchange, request)
-            completion = await exchange.while_there(session.complete, request.call)
-        mark_lost = partial(session.mark_lost, completion.id)
+        completion: Completion | None = None
+
+        async def complete() -> None:
+            nonlocal completion
+            completion = await session.complete(request.call)
+
         try:
+            async with open_task_group() as tasks:
+                tasks.start_soon(self._keep_alive, exchange, request)
+                await exchange.while_there(complete)
+            assert completion is not None
             if request.parsed.stream:
                 data = b"".join(request.format_events(completion, context))
             else:
                 data = encode(request.format_body(completion, context))
             await exchange.reply(data, EVENTS if request.parsed.stream else JSON)
         except BaseException:
-            mark_lost()
+            if completion is not None:
+                session.mark_lost(completion.id)
             raise
-        exchange.on_unread(mark_lost)
+        exchange.on_unread(partial(session.mark_lost, completion.id))
 
     async def _keep_alive(self, exchange: Exchange, request: ApiRequest) -> None:
         """Signs of life of an answer that is not there yet: white space before a JSON body."""

@@ -152,6 +152,8 @@ _RUNNING: dict[str, ServedTrajectory] = {}
 class ServedElsewhere(AgentLoop):
     """Opens the gateway to its trajectory, and waits until somebody finishes it."""
 
+    _may_run_again = False  # its client would not come again
+
     async def run(self, context: AgentContext) -> None:
         """Wait for the finish, no longer than its opening allows."""
         served = _RUNNING[context.identity.uid]
@@ -353,7 +355,7 @@ def _format_row(trajectory: Trajectory, segment: Segment) -> dict[str, Any]:
     return {
         "purpose": segment.purpose,
         "parent": None if parent is None else {"row": parent[0], "position": parent[1]},
-        "trainable": trajectory.is_trainable(segment),
+        "trainable": trajectory.is_trainable(segment) and transcript.generated_length > 0,
         "reward": trajectory.reward_of(segment),
         "token_rewards": None
         if rewards is None

@@ -157,7 +157,7 @@ async def run_trajectory(runner: TrajectoryRunner, run: TrajectoryRun) -> Trajec
         try:
             await _run_agent(services, run, agent)
             ending, cause = _decide_outcome(run)
-            if _runs_again(services, run, ending):
+            if find_class(agent)._may_run_again and _runs_again(services, run, ending):
                 run.begin_again()
                 continue
             if member.deadline_met is not None and member.deadline_met.source == GROUP_S:
