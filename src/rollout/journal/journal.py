@@ -76,7 +76,7 @@ class Journal:
     """A journal that is locked and indexed; `writing` begins it, or goes on with it.
 
     Attributes:
-        file: Writes records.
+        file: Writes records, to `path`.
         index: What there is from before.
         counts: What became of that; see `JournalStatistics`.
         services: What trajectories share, once it is written.

@@ -94,7 +94,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> ResponsesRequest:
         parsed=parsed,
         # Codex counts events only, and skips those that it does not know.
         keep_alive=format_event({"type": "keepalive"}, "keepalive") if is_codex else COMMENT,
-        has_length_in_events=bool(parsed.stream) and is_codex,
+        has_length_in_events=is_codex,
         tools={tool.flat_name: tool for tool in tools},
     )
 
