@@ -52,9 +52,8 @@ def describe(function: Any, arguments: dict[str, str]) -> dict[str, Any]:
         "properties": {name: {"type": kind} for name, kind in arguments.items()},
         "required": list(arguments),
     }
-    hint = {"annotations": {"readOnlyHint": True}} if function is process else {}
     name, text = function.__name__, function.__doc__
-    return {"name": name, "description": text, "inputSchema": schema, **hint}
+    return {"name": name, "description": text, "inputSchema": schema}
 
 
 def answer(method: str, asked: dict[str, Any]) -> dict[str, Any] | None:
@@ -96,12 +95,10 @@ def serve_lines() -> None:
 def serve_http(port: int, *, is_json: bool) -> None:
     from anyio import to_thread
     from mcp.server.mcpserver import MCPServer
-    from mcp_types import ToolAnnotations
 
     server = MCPServer("test")
-    for each in (much, count):
+    for each in (much, count, process):
         server.tool()(each)
-    server.tool(annotations=ToolAnnotations(read_only_hint=True))(process)
 
     @server.tool(name="nap")
     async def rest(seconds: float) -> str:

@@ -11,8 +11,7 @@ import anyio
 import attrs
 
 from rollout.agents.agent_loop import AgentLoop, find_class, get_agent, make_agent
-from rollout.agents.context import AgentContext, open_context
-from rollout.agents.conversation import list_segments
+from rollout.agents.context import AgentContext, list_segments, open_context
 from rollout.agents.ending import Ending, RejectedPrompt
 from rollout.agents.generating import find_natural_ending
 from rollout.agents.prompt_sampling import find_sampling_fault, make_sampling
@@ -419,12 +418,10 @@ async def _reward(runner: TrajectoryRunner, run: TrajectoryRun, trajectory: Traj
                 apply_reward(trajectory, check_reward_value(own, trajectory, "the agent"))
             except BadRewardError as error:
                 end_without_reward(trajectory, Outcome.FAILED, "reward", None, Cause.of(error))
-    elif run.member.deadline_met is None:
-        if events.is_on:
-            enter_trajectory(events, run.member.identity.number)
-        await runner.rewarding.reward(run.member, trajectory, lambda: context.sandbox)
-    else:  # no time is left to learn its reward
-        exclude(trajectory)
+        return
+    if events.is_on:
+        enter_trajectory(events, run.member.identity.number)
+    await runner.rewarding.reward(run.member, trajectory, lambda: context.sandbox)
 
 
 def _add_times(run: TrajectoryRun, trajectory: Trajectory) -> None:
