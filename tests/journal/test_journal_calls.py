@@ -25,7 +25,8 @@ from rollout import (
 )
 from rollout.agents import AgentContext, register_agent
 from rollout.config import AgentConfig, JournalConfig, LimitsConfig, SchedulingConfig
-from rollout.journal.records import DeliveredRecord
+from rollout.journal.log_file import LogFile
+from rollout.journal.records import DeliveredRecord, VersionRecord
 from rollout.testing import Scenario, run_virtual, tool_call
 
 SCENARIO = (
@@ -344,3 +345,14 @@ def test_calls_resumed_with_new_prompts_and_in_another_order_sample_those_alone(
 
     assert ran("ab", "bc", resume=False) == 0
     assert ran("bc", "dab", resume=True) == 8
+
+
+def test_wait_of_a_call_that_ends_before_its_record_is_written_says_so(tmp_path: Path) -> None:
+    async def act() -> str:
+        file = LogFile(tmp_path / "journal")
+        number = file.put(VersionRecord(1))
+        error = await file.wait_written(number, is_over=lambda: True)
+        file.close()
+        return str(error)
+
+    assert run_virtual(act).endswith("journal: its call ended before a trajectory was written")

@@ -57,9 +57,9 @@ class Gateway:
         Raises:
             Exception: As `open_session`.
         """
-        own = attrs.asdict(self._config, recurse=False)
+        own = {name: getattr(self._config, name) for name in limits}
         lower = {n: most for n, most in limits.items() if own[n] is None or most < own[n]}
-        config = attrs.evolve(self._config, **lower)
+        config = attrs.evolve(self._config, **lower) if lower else self._config
         path = secrets.token_urlsafe(12)
         root_url = f"{self.url}{PREFIX}/{path}"
         try:
