@@ -14,7 +14,6 @@ import httpx
 import pytest
 
 from fake_sessions import KEY, PATH, FakeSession, answer, served
-from rollout.gateway.http import ClientLeftError, Exchange
 from slow_cases import slow_but
 
 pytest.importorskip("h11")
@@ -402,24 +401,6 @@ async def test_four_identical_requests_at_once_are_four_samples() -> None:
             session.hold.set()
     assert len(set(got)) == 4
     assert session.left_ids == []
-
-
-async def test_sign_of_life_that_fails_as_the_answer_comes_loses_no_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    session = FakeSession(PATH, KEY)
-    session.pause_s = 0.05
-
-    async def write(*_: Any) -> None:
-        await until(lambda: session.sampled == 1)
-        await anyio.sleep(0.05)
-        raise ClientLeftError
-
-    monkeypatch.setattr(Exchange, "write", write)
-    async with client_of(session, keep_alive_s=0.01) as client:
-        with pytest.raises(httpx.RemoteProtocolError):
-            await client.post(CHAT, json=ASKED, headers=KEYED)
-    assert session.left_ids == ["completion-1"]
 
 
 async def test_body_that_nobody_reads_and_is_none_is_not_logged(

@@ -22,16 +22,20 @@ from gateway_clients import (
     user,
 )
 from rollout import Outcome
+from rollout.bridge import wait_future
 from rollout.config import GatewayConfig, LimitsConfig, ModelConfig, RecoveryConfig, SimulatedEngine
 from rollout.gateway.calls import ClientCall, ClientMessage, GatewayError
 from rollout.gateway.gateway import Gateway
+from rollout.gateway.http import ClientLeftError
 from rollout.scopes import open_task_group
 from rollout.testing import Scenario, run_virtual, tool_call
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
     from pathlib import Path
 
     from rollout import AgentContext
+    from rollout.gateway.calls import Completion
     from rollout.gateway.session import GatewaySession
 
 pytestmark = pytest.mark.anyio
@@ -127,6 +131,20 @@ async def test_session_undelivered_answer_is_replayed() -> None:
 
     found = await tried(trial, HELLO)
     assert found.purposes == ["main", "branch"]
+
+
+async def test_session_answer_that_comes_as_its_client_leaves_is_replayed() -> None:
+    async def leave(future: Future[Completion]) -> Completion:
+        await wait_future(future)
+        raise ClientLeftError
+
+    async def trial(session: GatewaySession, context: AgentContext) -> None:
+        call = asked(user("question"))
+        with pytest.raises(ClientLeftError):
+            await session.complete(call, leave)
+        await session.complete(call)
+
+    assert (await tried(trial, HELLO)).purposes == ["main"]
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.25])
