@@ -14,12 +14,7 @@ import msgspec
 
 from rollout.agents import AgentLoop, register_agent
 from rollout.agents.services import GatewayAddress
-from rollout.chat.reward_values import (
-    MAX_REWARD,
-    BadRewardError,
-    apply_reward,
-    check_reward_value,
-)
+from rollout.chat.reward_values import MAX_REWARD, BadRewardError, apply_reward, check_reward_value
 from rollout.chat.trajectory import Trajectory
 from rollout.errors import PromptError
 from rollout.gateway.calls import GatewayError

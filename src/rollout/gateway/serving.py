@@ -14,12 +14,7 @@ from rollout.gateway.apis.reading import decode
 from rollout.gateway.calls import GatewayError
 from rollout.gateway.gateway import serve_trajectories
 from rollout.gateway.routes import Route
-from rollout.gateway.served_trajectories import (
-    AGENT,
-    FinishBody,
-    OpenBody,
-    TrajectoryServer,
-)
+from rollout.gateway.served_trajectories import AGENT, FinishBody, OpenBody, TrajectoryServer
 from rollout.gateway.task_runner import TaskRunner
 from rollout.runtime.opening import open_rollout
 from rollout.scopes import open_task_group
