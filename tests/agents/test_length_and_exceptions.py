@@ -249,6 +249,8 @@ if end == "words":
     print("-" * 500)
 if end == "bug":
     {}["bug"]
+if end == "number":
+    sys.exit("read 400 lines")
 if end.startswith("on"):
     ask("go on").read()
 sys.exit("on, and a bug" if end == "on with words" else 3)
@@ -266,6 +268,7 @@ sys.exit("on, and a bug" if end == "on with words" else 3)
         ("bug", "KeyError: 'bug'"),
         ("on", "the program failed: exit code 3"),
         ("on with words", "on, and a bug"),
+        ("number", "read 400 lines"),
     ],
 )
 async def test_program_that_fails_after_a_length_ends_as_what_it_prints(

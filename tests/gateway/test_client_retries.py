@@ -94,6 +94,18 @@ async def test_request_over_http_that_is_no_retry_is_a_new_sample() -> None:
     assert trajectory.extra["result"] == len(trajectory.segments) == 7
 
 
+async def test_retry_over_http_of_another_sub_agent_gets_no_answer_of_its_sibling() -> None:
+    def program(client: Client) -> int:
+        path, ids = "/v1/chat/completions", set()
+        for agent, count in (("a", "0"), ("b", "1")):
+            headers = {RETRY: count, "x-openai-subagent": agent}
+            ids.add(client.http.post(path, json=BODIES[path], headers=headers).json()["id"])
+        return len(ids)
+
+    trajectory = await tried_over_http(Recorder().open_rollout, program, HELLO)
+    assert trajectory.extra["result"] == 2
+
+
 def retry_of(call: GatewayCall) -> GatewayCall:
     return msgspec.structs.replace(call, is_retry=True)
 

@@ -214,6 +214,31 @@ async def test_requests_of_too_many_messages_calls_or_images_are_refused_by_name
             assert "10,000" in got.text or "1024" in got.text
 
 
+def nest(space: str) -> dict[str, Any]:
+    tools = [{"type": "custom", "name": f"f{at}"} for at in range(600)]
+    return {"type": "namespace", "name": space, "tools": tools}
+
+
+@pytest.mark.parametrize(
+    ("path", "tools", "field"),
+    [
+        (MESSAGES, [{"name": "", "input_schema": {}}], "tools[0].name"),
+        (MESSAGES, [{"name": "f", "input_schema": []}], "tools[0].input_schema"),
+        (MESSAGES, [{"name": "f"}] * 2, "tools"),
+        (CHAT, [{"function": {"name": "f"}}] * 2, "tools"),
+        (RESPONSES, [{"type": "function", "name": "f"}] * 2, "tools"),
+        (RESPONSES, [{"type": "custom"}], "tools[0].name"),
+        (RESPONSES, [nest("one"), nest("two")], "tools"),
+    ],
+)
+async def test_tools_that_cannot_be_are_refused_by_name(path: str, tools: Any, field: str) -> None:
+    async with client_of(FakeSession(PATH, KEY)) as client:
+        body = ASKED | {"input": "2 + 2?", "tools": tools}
+        got = await client.post(path, json=body, headers=KEYED)
+    assert got.status_code == 400
+    assert got.json()["error"]["message"].startswith(f"{field}: ")
+
+
 async def test_encoded_body_is_refused() -> None:
     async with client_of(FakeSession(PATH, KEY)) as client:
         headers = KEYED | {"content-encoding": "gzip"}
@@ -376,6 +401,17 @@ async def test_four_identical_requests_at_once_are_four_samples() -> None:
             session.hold.set()
     assert len(set(got)) == 4
     assert session.left_ids == []
+
+
+async def test_body_that_nobody_reads_and_is_none_is_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with client_of(FakeSession(PATH, KEY)) as client:
+        async with await anyio.connect_tcp(*address_of(client)) as stream:
+            head = b"POST /nope HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+            await stream.send(head + b"zzz\r\n")
+            assert (await all_of(stream)).startswith(b"HTTP/1.1 404 ")
+    assert caplog.records == []
 
 
 def cut_reply(address: tuple[str, int], request: bytes, count: int) -> bytes:

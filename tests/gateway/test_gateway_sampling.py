@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -57,14 +58,14 @@ def ask(api: str, *, stream: bool, **fields: Any) -> Any:
     return program
 
 
-async def run(program: Any, policy: str) -> Any:
+async def run(program: Any, policy: str, own: SamplingConfig = OWN, prompts: Any = PROMPTS) -> Any:
     recorder = Recorder()
     gateway = GatewayConfig(sampling=policy)  # type: ignore[arg-type]
-    config = config_of(ANSWERS, gateway, sampling=OWN)
+    config = config_of(ANSWERS, gateway, sampling=own)
     async with recorder.open_rollout(config) as runtime:
         prompt = prompt_of(program)
         batch = await runtime.generate(
-            [Prompt(messages=prompt.messages, extra=prompt.extra, sampling=PROMPTS)]
+            [Prompt(messages=prompt.messages, extra=prompt.extra, sampling=prompts)]
         )
     records = recorder.runtimes[0].calls[0].all_generations()
     return batch, [each.sampling for each in records]
@@ -110,3 +111,27 @@ async def test_pin_leaves_stop_strings_to_the_client() -> None:
     program = ask("chat/completions", stream=False, stop=["three"], max_completion_tokens=50)
     batch, _ = await run(program, "pin")
     assert '"content":"One two"' in batch.trajectories[0].extra["result"][1].replace(' "', '"')
+
+
+async def test_stop_id_outside_the_vocabulary_is_refused_by_name() -> None:
+    program = ask("chat/completions", stream=False, stop_token_ids=[2_000_000_000])
+    batch, sampled = await run(program, "accept")
+    status, text = batch.trajectories[0].extra["result"]
+    error = json.loads(text)["error"]
+    assert (status, error["code"], error["param"]) == (400, "invalid_value", "stop_token_ids")
+    assert (sampled, batch.trajectories[0].reason) == ([], "never_generated")
+
+
+@pytest.mark.parametrize("policy", ["accept", "pin"])
+async def test_client_that_wants_fewer_likely_tokens_leaves_those_of_the_row(policy: str) -> None:
+    program = ask("chat/completions", stream=False, logprobs=True, top_logprobs=2)
+    batch, (sampled,) = await run(program, policy, SamplingConfig(top_log_probs=5))
+    assert sampled.top_log_probs == 5
+    (choice,) = json.loads(batch.trajectories[0].extra["result"][1])["choices"]
+    assert {len(each["top_logprobs"]) for each in choice["logprobs"]["content"]} == {2}
+
+
+async def test_temperature_of_a_client_stands_over_a_greedy_prompt() -> None:
+    program = ask("chat/completions", stream=False, temperature=0.25)
+    _, (sampled,) = await run(program, "accept", prompts={"greedy": True})
+    assert sampled.temperature == 0.25

@@ -22,16 +22,20 @@ from gateway_clients import (
     user,
 )
 from rollout import Outcome
+from rollout.bridge import wait_future
 from rollout.config import GatewayConfig, LimitsConfig, ModelConfig, RecoveryConfig, SimulatedEngine
 from rollout.gateway.calls import ClientCall, ClientMessage, GatewayError
 from rollout.gateway.gateway import Gateway
+from rollout.gateway.http import ClientLeftError
 from rollout.scopes import open_task_group
 from rollout.testing import Scenario, run_virtual, tool_call
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
     from pathlib import Path
 
     from rollout import AgentContext
+    from rollout.gateway.calls import Completion
     from rollout.gateway.session import GatewaySession
 
 pytestmark = pytest.mark.anyio
@@ -129,6 +133,20 @@ async def test_session_undelivered_answer_is_replayed() -> None:
     assert found.purposes == ["main", "branch"]
 
 
+async def test_session_answer_that_comes_as_its_client_leaves_is_replayed() -> None:
+    async def leave(future: Future[Completion]) -> Completion:
+        await wait_future(future)
+        raise ClientLeftError
+
+    async def trial(session: GatewaySession, context: AgentContext) -> None:
+        call = asked(user("question"))
+        with pytest.raises(ClientLeftError):
+            await session.complete(call, leave)
+        await session.complete(call)
+
+    assert (await tried(trial, HELLO)).purposes == ["main"]
+
+
 @pytest.mark.parametrize("after_s", [0.0, 0.25])
 async def test_session_cut_generation_is_sampled_again(after_s: float) -> None:
     answers = []
@@ -160,6 +178,22 @@ async def test_session_cut_generation_that_nobody_asks_for_again_is_not_trained_
 
     found = await tried(trial, HELLO)
     assert found.purposes == ["main", "branch", "branch"]
+    assert found.batch.tensors["trainable"].tolist() == [True, False, True]
+
+
+async def test_session_row_whose_answer_was_never_read_is_not_trained() -> None:
+    async def trial(session: GatewaySession, context: AgentContext) -> None:
+        first = await ask(session, user("question"))
+        lost = asked(user("question"), echo(first.answers[0]), user("more"))
+        session.mark_lost((await session.complete(lost)).id)  # of its row, a turn was read
+        for is_asked_again in (False, True):
+            call = asked(user("question"), seed=int(is_asked_again))
+            answer = await session.complete(call)
+            session.mark_lost(answer.id)
+            if is_asked_again:
+                assert await session.complete(call) == answer
+
+    found = await tried(trial, HELLO)
     assert found.batch.tensors["trainable"].tolist() == [True, False, True]
 
 

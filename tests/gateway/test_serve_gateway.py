@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import asynccontextmanager
@@ -14,9 +15,16 @@ import anyio
 import httpx
 import pytest
 
+import http_agents  # noqa: F401  # registers its agents
 from forked import rollout_command
 from rollout import GatewayConfig
-from rollout.config import JournalConfig, LengthsConfig, SimulatedEngine
+from rollout.config import (
+    AgentConfig,
+    JournalConfig,
+    LengthsConfig,
+    RecoveryConfig,
+    SimulatedEngine,
+)
 from rollout.testing import Scenario
 from slow_cases import slow_after
 
@@ -40,15 +48,21 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 
 @asynccontextmanager
 async def trainer(
-    journal: JournalConfig | None = None, **gateway: Any
+    journal: JournalConfig | None = None,
+    *,
+    scenario: Scenario = CHAT,
+    resume: bool = False,
+    sections: dict[str, Any] | None = None,
+    **gateway: Any,
 ) -> AsyncIterator[httpx.AsyncClient]:
-    config = CHAT.config(
-        engine=SimulatedEngine(),
+    config = scenario.config(
+        engine=SimulatedEngine(replicas=1),
         lengths=LengthsConfig(prompt=1500, response=3000),
         gateway=GatewayConfig(**gateway),
         journal=journal or JournalConfig(),
+        **(sections or {}),
     )
-    async with open_trajectory_server(config, "secret") as (_, served):
+    async with open_trajectory_server(config, "secret", resume=resume) as (_, served):
         headers = {"authorization": "Bearer secret"}
         async with httpx.AsyncClient(
             base_url=served.url, headers=headers, trust_env=False, timeout=30
@@ -105,8 +119,13 @@ async def test_trajectory_is_opened_finished_and_read() -> None:
 
 
 @pytest.mark.anyio
-async def test_trajectories_are_served_beside_a_journal(tmp_path: Path) -> None:
-    async with trainer(JournalConfig(path=str(tmp_path / "journal"))) as client:
+@pytest.mark.parametrize("times", [1, 2])
+async def test_trajectories_are_served_beside_a_journal(tmp_path: Path, times: int) -> None:
+    journal = JournalConfig(path=str(tmp_path / "journal"))
+    for _ in range(1, times):
+        async with trainer(journal) as client:
+            await opened(client)
+    async with trainer(journal, resume=times > 1) as client:
         address = await opened(client)
         assert (await chat(address, {"role": "user", "content": "One"})).status_code == 200
         path = f"/trajectories/{address['id']}"
@@ -191,6 +210,51 @@ async def test_limits_of_one_trajectory_hold() -> None:
 
 
 @pytest.mark.anyio
+async def test_limits_of_one_trajectory_raise_none_of_the_configuration() -> None:
+    async with trainer(max_calls=1) as client:
+        address = await opened(client, limits={"max_calls": 5, "max_branches": 5})
+        one = {"role": "user", "content": "One"}
+        assert [(await chat(address, one)).status_code for _ in range(2)] == [200, 403]
+
+
+@pytest.mark.anyio
+async def test_lost_engine_is_the_cause_of_a_trajectory_and_runs_nothing_again() -> None:
+    recovery = {"recovery": RecoveryConfig(policy="fail")}
+    async with trainer(scenario=CHAT.fault(die_after_tokens=8), sections=recovery) as client:
+        address = await opened(client)
+        got = [await chat(address, {"role": "user", "content": "One"}) for _ in range(3)]
+        assert got[-1].json()["error"]["code"] == "trajectory_ended"
+        path = f"/trajectories/{address['id']}"
+        ended = (await client.post(f"{path}/finish", json={"reward": 1.0})).json()
+        assert (ended["outcome"], ended["reason"], ended["reward"]) == ("failed", "engine", None)
+        assert ended["cause"]["type"] == "EngineError"
+        assert sum((await client.get(f"{path}/rows")).json()["rows"][0]["mask"]) > 0
+
+
+@pytest.mark.anyio
+async def test_agent_that_needs_the_gateway_takes_no_address_from_the_server() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    agent = {"agent": AgentConfig(name="http_agent_by_need")}
+    async with trainer(port=port, sections=agent) as client:
+        await opened(client)
+
+
+@pytest.mark.anyio
+async def test_main_row_without_a_token_is_not_trained() -> None:
+    async with trainer() as client:
+        address = await opened(client)
+        headers = {"authorization": f"Bearer {address['api_key']}", "x-openai-subagent": "b"}
+        body = {"messages": [{"role": "user", "content": "One"}]}
+        async with httpx.AsyncClient(trust_env=False, headers=headers, timeout=30) as agent:
+            await agent.post(f"{address['base_url']}/chat/completions", json=body)
+        await client.post(f"/trajectories/{address['id']}/finish", json={"reward": 1.0})
+        rows = (await client.get(f"/trajectories/{address['id']}/rows")).json()["rows"]
+    assert [(bool(row["ids"]), row["trainable"]) for row in rows] == [(False, False), (True, True)]
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("body", "status", "word"),
     slow_after(
@@ -271,9 +335,10 @@ def test_command_serves_until_it_is_terminated(tmp_path: Path, backend: str) -> 
     config.write_text(
         "from rollout.config import *\n"
         "from rollout.testing import Scenario\n"
-        "config = Scenario(seed=3).reply('One', 'First.').config(engine=SimulatedEngine())\n"
+        "config = Scenario(seed=3).reply('One', 'First.').config(engine=SimulatedEngine(), "
+        f"journal=JournalConfig(path={str(tmp_path / 'journal')!r}))\n"
     )
-    arguments = ["serve-gateway", str(config), "--backend", backend]
+    arguments = ["serve-gateway", str(config), "--backend", backend, "--resume"]
     environment, pipe = os.environ | {"ROLLOUT_GATEWAY_TOKEN": "secret"}, subprocess.PIPE
     with rollout_command(*arguments, env=environment, stdout=pipe, stderr=pipe) as process:
         assert process.stdout is not None

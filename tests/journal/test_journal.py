@@ -44,7 +44,7 @@ from rollout import (
     function_tool,
 )
 from rollout.agents import AgentContext, register_agent
-from rollout.config import AgentConfig, SamplingConfig, SchedulingConfig
+from rollout.config import AgentConfig, GatewayConfig, SamplingConfig, SchedulingConfig
 from rollout.errors import LimitExceeded
 from rollout.journal.index import read_journal
 from rollout.journal.log_file import MAGIC
@@ -186,6 +186,12 @@ def test_resume_of_another_run_is_refused_naming_the_difference(tmp_path: Path) 
     assert str(refused.value) == (
         f"prompts[0] (uid 'quick'): is not the prompt of the journal {path}; differs in messages"
     )
+
+
+def test_resume_with_another_transport_of_the_gateway_is_the_same_run(tmp_path: Path) -> None:
+    run(config_of(tmp_path / "journal"), prompts("quick"))
+    gateway = GatewayConfig(public_url="https://here", max_connections=9, idle_s=5.0, write_s=5.0)
+    run(config_of(tmp_path / "journal", gateway=gateway), prompts("quick"), resume=True)
 
 
 def test_resume_with_another_chat_template_in_its_file_is_refused(tmp_path: Path) -> None:

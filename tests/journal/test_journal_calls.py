@@ -25,7 +25,8 @@ from rollout import (
 )
 from rollout.agents import AgentContext, register_agent
 from rollout.config import AgentConfig, JournalConfig, LimitsConfig, SchedulingConfig
-from rollout.journal.records import DeliveredRecord
+from rollout.journal.log_file import LogFile
+from rollout.journal.records import DeliveredRecord, VersionRecord
 from rollout.testing import Scenario, run_virtual, tool_call
 
 SCENARIO = (
@@ -325,3 +326,33 @@ def test_resumption_that_has_everything_writes_nothing(tmp_path: Path) -> None:
     whole = path.read_bytes()
     run_virtual(lambda: act(resume=True))
     assert path.read_bytes() == whole
+
+
+def test_calls_resumed_with_new_prompts_and_in_another_order_sample_those_alone(
+    tmp_path: Path,
+) -> None:
+    def ran(*calls: str, resume: bool) -> int:
+        async def act() -> int:
+            own = config(tmp_path / "j", "single_turn")
+            async with rollout.open_rollout(own, resume=resume) as runtime:
+                for names in calls:
+                    await runtime.generate([user(f"go {name}", name) for name in names], step=0)
+                journal = runtime.statistics().journal
+                assert journal is not None
+                return journal.returned
+
+        return run_virtual(act)
+
+    assert ran("ab", "bc", resume=False) == 0
+    assert ran("bc", "dab", resume=True) == 8
+
+
+def test_wait_of_a_call_that_ends_before_its_record_is_written_says_so(tmp_path: Path) -> None:
+    async def act() -> str:
+        file = LogFile(tmp_path / "journal")
+        number = file.put(VersionRecord(1))
+        error = await file.wait_written(number, is_over=lambda: True)
+        file.close()
+        return str(error)
+
+    assert run_virtual(act).endswith("journal: its call ended before a trajectory was written")

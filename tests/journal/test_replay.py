@@ -189,6 +189,17 @@ def test_replay_of_what_is_not_there_is_refused(
     assert errors[-2] == ("error: --trajectory prompt-1: expected UID/MEMBER, such as prompt-3/0")
 
 
+def test_replay_of_a_rejected_trajectory_is_as_recorded(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(folder, "rejecting")
+    rows = [{"prompt": "sum 0"}, {"prompt": "sum 1", "sampling": {"stop_token_ids": [10**9]}}]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    main(RUN)
+    code, lines = replayed(capsys)
+    assert (code, lines[-1][:38]) == (0, "as recorded 0 steps, rejected (bad_sam")
+
+
 @pytest.mark.slow
 def test_replay_stops_in_a_debugger_on_the_terminal_that_it_was_started_from(
     folder: Path,

@@ -31,6 +31,8 @@ class AgentLoop(ABC):
     """
 
     needs_gateway: ClassVar[bool] = False
+    #: Whether a member runs it again whose engine failed, or whose sandbox was lost.
+    _may_run_again: ClassVar[bool] = True
     needs_sandbox: ClassVar[bool] = False
     is_shared: bool = False
 

@@ -27,21 +27,25 @@ _PARAMS = SamplingParams.__struct_fields__
 
 
 def make_sampling(
-    config: RolloutConfig, overrides: Mapping[str, Any], *, validate: bool
+    config: RolloutConfig, *overrides: Mapping[str, Any], validate: bool
 ) -> SamplingParams:
     """The sampling of a prompt's generations, without seed and turn budget.
+
+    Args:
+        overrides: Fields of `sampling` over the configuration's, each mapping over those before.
 
     Raises:
         ConfigError: An override names no field of `sampling`, or has a bad value.
     """
-    base = config.validation_sampling if validate else config.sampling
-    for key in overrides:
-        if key not in _KEYS:
-            instead = SamplingConfig.instead_of(key)
-            known = f"unknown key in a prompt's sampling; known: {', '.join(_KEYS)}"
-            value = f" = {overrides[key]!r}" if instead else ""
-            raise ConfigError(f"sampling.{key}{value}: {instead or known}")
-    merged = SamplingConfig(**dict(overrides)).over(base) if overrides else base
+    merged = config.validation_sampling if validate else config.sampling
+    for given in overrides:
+        for key in given:
+            if key not in _KEYS:
+                instead = SamplingConfig.instead_of(key)
+                known = f"unknown key in a prompt's sampling; known: {', '.join(_KEYS)}"
+                value = f" = {given[key]!r}" if instead else ""
+                raise ConfigError(f"sampling.{key}{value}: {instead or known}")
+        merged = SamplingConfig(**dict(given)).over(merged) if given else merged
     fields = {name: getattr(merged, name) for name in _KEYS if name in _PARAMS}
     fields["max_new_tokens"] = merged.max_new_tokens or config.lengths.response
     fields["temperature"] = 0.0 if merged.greedy else merged.temperature
@@ -55,7 +59,7 @@ def replace_sampling(
     """`sampling` with other values of these fields; None says nothing.
 
     Raises:
-        AgentError: A name is none of its fields, or the engines cannot tell so many log-probs.
+        AgentError: A name is none of its fields, or the engines cannot do it.
         EngineError: A value is not of its field's type, or out of its range.
     """
     for name in fields:
@@ -77,11 +81,11 @@ def check_drawn(what: str, sampling: SamplingParams, services: Services) -> Samp
         what: The function that got it, for messages.
 
     Raises:
-        AgentError: The engines cannot tell so many log-probs.
+        AgentError: The engines cannot do it.
         EngineError: A value is not of its field's type, or out of its range.
     """
     check_sampling(sampling)
-    fault = top_log_probs_fault(sampling.top_log_probs, services.engines.info)
+    fault = find_sampling_fault(sampling, services.engines.info)
     if fault:
         raise AgentError(f"{what}: {fault}")
     return sampling
@@ -112,6 +116,17 @@ def warn_of_truncation(
         identity.session_id,
         ", ".join(named),
     )
+
+
+def find_sampling_fault(sampling: SamplingParams, info: EngineInfo) -> str:
+    """Why the engines cannot sample so, which begins with the field; empty where they can."""
+    foreign = [token for token in sampling.stop_token_ids if token >= info.vocab_size]
+    if foreign and info.vocab_size:
+        return (
+            f"sampling.stop_token_ids: {foreign[0]} is outside the engine's vocabulary of "
+            f"{info.vocab_size} ids"
+        )
+    return top_log_probs_fault(sampling.top_log_probs, info)
 
 
 def top_log_probs_fault(count: int, info: EngineInfo) -> str:

@@ -162,9 +162,9 @@ class TrajectoryState:
         """
         config, validate = self.services.config, self.identity.validate
         if isinstance(sampling, Mapping):
-            overrides = {**self.prompt.sampling, **without_null_keys(sampling)}
+            overrides = self.prompt.sampling, without_null_keys(sampling)
             try:
-                sampling = make_sampling(config, overrides, validate=validate)
+                sampling = make_sampling(config, *overrides, validate=validate)
             except ConfigError as error:
                 raise AgentError(f"{what}: {error}") from error
         elif not isinstance(sampling, SamplingParams):

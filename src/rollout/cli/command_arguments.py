@@ -202,6 +202,11 @@ def _add_serve_gateway(commands: Commands) -> None:
     )
     _add_config(parser)
     _add_engine_options(parser)
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="append to the journal that exists at journal.path; begins one where there is none",
+    )
 
 
 def _add_timeline(commands: Commands) -> None:

@@ -176,7 +176,7 @@ def _serve_gateway(arguments: argparse.Namespace, output: Console, errors: Conso
     faults = config_faults(config)
     if faults:
         raise _cannot_run("the configuration", faults)
-    anyio.run(serve_gateway, config, output, backend=arguments.backend)
+    anyio.run(serve_gateway, config, output, arguments.resume, backend=arguments.backend)
     return OK
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TOKEN = "ROLLOUT_GATEWAY_TOKEN"
 
 
-async def serve_gateway(config: RolloutConfig, output: Console) -> None:
+async def serve_gateway(config: RolloutConfig, output: Console, resume: bool) -> None:
     """Serve until SIGINT or SIGTERM; says on standard output where, and with which token.
 
     Raises:
@@ -41,7 +41,7 @@ async def serve_gateway(config: RolloutConfig, output: Console) -> None:
     async with open_task_group() as tasks:
         tasks.start_soon(watch_signals)
         with serving:
-            async with open_trajectory_server(config, token) as (runtime, gateway):
+            async with open_trajectory_server(config, token, resume=resume) as (runtime, gateway):
                 with explaining_at_signal(runtime.explain):
                     print_line(output, f"{'url':<8}{gateway.url}")
                     said = f"that of {TOKEN}" if given else token

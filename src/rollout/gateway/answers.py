@@ -38,10 +38,9 @@ def make_answer(
         stop_string: What ended the turn, where one did.
     """
     calls, text, written = tuple(map(_limit_depth, turn.calls)), turn.content, turn.written
-    if calls != turn.calls:
+    if calls != turn.calls or not call.allows_calls:
         written = None
     if not call.allows_calls:
-        written = None
         text, calls = "\n".join(filter(None, [text, *(each.raw for each in calls)])), ()
     sent: list[ToolCall | InvalidToolCall] = []
     count = 0
@@ -82,10 +81,11 @@ def _collect_tokens(call: GatewayCall, generation: Generation) -> dict[str, Any]
     """The fields of an answer about its tokens."""
     part = generation.kept_part()
     fields: dict[str, Any] = {"ids": array("i", part.ids), "log_probs": array("f", part.log_probs)}
-    top = part.top() if call.wants_log_probs else None
+    count = call.sampling.get("top_log_probs", 0)  # a row may hold more
+    top = part.top() if call.wants_log_probs and count else None
     if top is not None:
-        fields["top_ids"] = tuple(map(tuple, top[0].tolist()))
-        fields["top_log_probs"] = tuple(map(tuple, top[1].tolist()))
+        fields["top_ids"] = tuple(map(tuple, top[0][:, :count].tolist()))
+        fields["top_log_probs"] = tuple(map(tuple, top[1][:, :count].tolist()))
     return fields
 
 

@@ -194,8 +194,9 @@ class GatewayError(Exception):
     Attributes:
         status: Of HTTP; SDKs are told to repeat none.
         code: A word for programs: "invalid_request", "authentication", "permission", "not_found",
-            "gone", "too_large", "context_length" (each API has its own code for that),
-            "trajectory_ended", "limit", "engine", "loop_blocked".
+            "model_not_found", "method_not_allowed", "gone", "running", "too_large",
+            "context_length", "trajectory_ended", "limit", "engine", "loop_blocked". OpenAI's APIs
+            have words of their own for some.
         field: Of the body, where one is at fault.
     """
 

@@ -52,12 +52,14 @@ class Gateway:
 
         Args:
             context: The trajectory's.
-            limits: Fields of `GatewayConfig`, for this trajectory.
+            limits: Fields of `GatewayConfig`, for this trajectory; they count where they are lower.
 
         Raises:
             Exception: As `open_session`.
         """
-        config = attrs.evolve(self._config, **limits) if limits else self._config
+        own = {name: getattr(self._config, name) for name in limits}
+        lower = {n: most for n, most in limits.items() if own[n] is None or most < own[n]}
+        config = attrs.evolve(self._config, **lower) if lower else self._config
         path = secrets.token_urlsafe(12)
         root_url = f"{self.url}{PREFIX}/{path}"
         try:

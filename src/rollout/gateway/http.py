@@ -200,8 +200,8 @@ class _Connection:
         except anyio.BrokenResourceError:
             if self.on_unread is not None and anyio.current_time() < self.on_unread[1]:
                 self.on_unread[0]()
-        except (ClientLeftError, h11.RemoteProtocolError, anyio.ClosedResourceError):
-            pass
+        except (ClientLeftError, GatewayError, h11.RemoteProtocolError, anyio.ClosedResourceError):
+            pass  # it left, or what follows its request is no HTTP
         except Exception:
             logger.exception("a connection failed")
 

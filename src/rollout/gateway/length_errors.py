@@ -13,9 +13,13 @@ if TYPE_CHECKING:
     from rollout.errors import LimitExceeded
 
 #: The code of the refusal in OpenAI's APIs; SDKs and frameworks put it into their errors.
-CODE = "context_length_exceeded"
+LENGTH_CODE = "context_length_exceeded"
 #: How programs print that they were refused for a length, in their own words or those of HTTP.
-_IN_OUTPUT = re.compile(r"\b400\b|context[ _-]?(length|window)|too long", re.IGNORECASE)
+_IN_OUTPUT = re.compile(
+    r"\b(\w*error|http|status|code)([\W_]|error|status|code)*400\b|\b400 bad request"
+    "|context[ _-]?(length|window)|too long",
+    re.IGNORECASE,
+)
 
 
 class LengthRefusals:
@@ -67,7 +71,7 @@ class LengthRefusals:
             for message, refusal in self._by_message.items():
                 if message in words:
                     return refusal
-            if is_refusal or CODE in words:
+            if is_refusal or LENGTH_CODE in words:
                 return next(iter(self._by_message.values()))
         return None
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from rollout.config import GatewayConfig
     from rollout.gateway.session import GatewaySession
 
+    RequestReader = Callable[[bytes, Mapping[str, str]], ApiRequest]
+
 logger = logging.getLogger("rollout.gateway")
 
 #: Begins the paths of trajectories.
@@ -128,16 +130,20 @@ class TrajectoryApi:
             message = f"model: {name!r} is not served here; expected {known}"
             raise GatewayError(404, "model_not_found", message, "model")
 
-    def _route(
-        self, read_request: Callable[[bytes, Mapping[str, str]], ApiRequest]
-    ) -> Callable[[Exchange], Awaitable[None]]:
+    async def _read(
+        self, exchange: Exchange, read_request: RequestReader
+    ) -> tuple[GatewaySession, ApiRequest]:
+        session = self._authenticate(exchange)
+        request = read_request(await exchange.read_body(), exchange.headers)
+        if request.parsed.model is not None:
+            self._check_model(request.parsed.model)
+        return session, request
+
+    def _route(self, read_request: RequestReader) -> Callable[[Exchange], Awaitable[None]]:
         """What answers requests for a generation in one of the APIs."""
 
         async def handle(exchange: Exchange) -> None:
-            session = self._authenticate(exchange)
-            request = read_request(await exchange.read_body(), exchange.headers)
-            if request.parsed.model is not None:
-                self._check_model(request.parsed.model)
+            session, request = await self._read(exchange, read_request)
             check_forced(request.call, self._config.unenforced)
             context = ReplyContext(
                 request.parsed.model or self._models[0], int(wall()), self._spell
@@ -182,10 +188,7 @@ class TrajectoryApi:
         await exchange.reply(b"".join(request.format_failure(error, context)), EVENTS)
 
     async def _count(self, exchange: Exchange) -> None:
-        session = self._authenticate(exchange)
-        request = messages.read_request(await exchange.read_body(), exchange.headers)
-        if request.parsed.model is not None:
-            self._check_model(request.parsed.model)
+        session, request = await self._read(exchange, messages.read_request)
         tokens = await session.count_tokens(request.call)
         await exchange.reply_json({"input_tokens": tokens})
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from rollout.agents.prompt_sampling import make_sampling, top_log_probs_fault
+from rollout.agents.prompt_sampling import find_sampling_fault, make_sampling
 from rollout.errors import ConfigError
 from rollout.gateway.calls import GatewayError
 
@@ -32,7 +32,8 @@ def sample_call(
 ) -> tuple[GatewayCall, SamplingParams]:
     """The call as it is served, and what its turns are sampled with, without turn budget.
 
-    A client may ask for fewer tokens than the configuration allows, not for more.
+    A client may ask for fewer tokens than the configuration allows, not for more; for more of the
+    most likely tokens than rows hold, not for fewer: of those its answer leaves some out.
 
     Args:
         context: Of the trajectory; a call that is overridden counts in its `pinned_calls`.
@@ -61,14 +62,18 @@ def sample_call(
         context.pinned_calls += 1
         allowed = {name: value for name, value in call.sampling.items() if name not in differing}
         call = msgspec.structs.replace(call, sampling=allowed, seed=None)
-    overrides = {**context.prompt.sampling, **call.sampling}
+    overrides = context.prompt.sampling, call.sampling
     try:
-        wanted = make_sampling(services.config, overrides, validate=validate)
+        wanted = make_sampling(services.config, *overrides, validate=validate)
     except ConfigError as error:
         field = next((name for name in call.sampling if f".{name}" in str(error)), None)
         raise GatewayError(400, "invalid_request", str(error), field) from error
-    fault = top_log_probs_fault(wanted.top_log_probs, services.engines.info)
+    fault = find_sampling_fault(wanted, services.engines.info)
     if fault:
-        raise GatewayError(400, "invalid_request", fault, "top_logprobs")
-    most = min(own.max_new_tokens, wanted.max_new_tokens)
-    return call, msgspec.structs.replace(wanted, max_new_tokens=most)
+        field = "stop_token_ids" if ".stop_token_ids" in fault else "top_logprobs"
+        raise GatewayError(400, "invalid_request", fault, field)
+    return call, msgspec.structs.replace(
+        wanted,
+        max_new_tokens=min(own.max_new_tokens, wanted.max_new_tokens),
+        top_log_probs=max(own.top_log_probs, wanted.top_log_probs),  # rows have the prompt's
+    )

@@ -14,7 +14,7 @@ import msgspec
 
 from rollout.agents import AgentLoop, register_agent
 from rollout.agents.services import GatewayAddress
-from rollout.chat.reward_values import BadRewardError, apply_reward, check_reward_value
+from rollout.chat.reward_values import MAX_REWARD, BadRewardError, apply_reward, check_reward_value
 from rollout.chat.trajectory import Trajectory
 from rollout.errors import PromptError
 from rollout.gateway.calls import GatewayError
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 AGENT = "served_elsewhere"
 #: Reason of trajectories whose client left before it had the answer that names them.
 CLIENT_LEFT = "client_left"
-#: Greatest number of float32.
-MAX_REWARD = 3.4e38
 #: Of an ended trajectory in memory: each token's id, log-prob and version, and all else.
 TOKEN_BYTES, OTHER_BYTES = 20, 4096
 
@@ -148,6 +146,8 @@ _RUNNING: dict[str, ServedTrajectory] = {}
 @register_agent(AGENT)
 class ServedElsewhere(AgentLoop):
     """Opens the gateway to its trajectory, and waits until somebody finishes it."""
+
+    _may_run_again = False  # its client would not come again
 
     async def run(self, context: AgentContext) -> None:
         """Wait for the finish, no longer than its opening allows."""
@@ -350,7 +350,7 @@ def _format_row(trajectory: Trajectory, segment: Segment) -> dict[str, Any]:
     return {
         "purpose": segment.purpose,
         "parent": None if parent is None else {"row": parent[0], "position": parent[1]},
-        "trainable": trajectory.is_trainable(segment),
+        "trainable": trajectory.is_trainable(segment) and transcript.generated_length > 0,
         "reward": trajectory.reward_of(segment),
         "token_rewards": None
         if rewards is None

@@ -14,7 +14,7 @@ from rollout.gateway.apis.reading import decode
 from rollout.gateway.calls import GatewayError
 from rollout.gateway.gateway import serve_trajectories
 from rollout.gateway.routes import Route
-from rollout.gateway.served_trajectories import FinishBody, OpenBody, TrajectoryServer
+from rollout.gateway.served_trajectories import AGENT, FinishBody, OpenBody, TrajectoryServer
 from rollout.gateway.task_runner import TaskRunner
 from rollout.runtime.opening import open_rollout
 from rollout.scopes import open_task_group
@@ -33,20 +33,25 @@ _FINISH = msgspec.json.Decoder(FinishBody)
 
 @asynccontextmanager
 async def open_trajectory_server(
-    config: RolloutConfig, token: str
+    config: RolloutConfig, token: str, *, resume: bool = False
 ) -> AsyncIterator[tuple[RolloutRuntime, Gateway]]:
     """A runtime with a gateway where trajectories are opened over HTTP; leaving ends them.
 
     Args:
         config: Of the runtime.
         token: What trainers show; their agents get a key for each trajectory.
+        resume: Whether to go on with a journal that exists.
 
     Raises:
         RolloutError: As `open_rollout` and `open_gateway`.
     """
-    # The runtime's own gateway must not take the address before.
-    own = attrs.evolve(config, gateway=attrs.evolve(config.gateway, start="when_needed"))
-    async with open_rollout(own) as runtime, open_task_group() as tasks:
+    # The runtime's own gateway must not take the address before, for an agent that nobody runs.
+    own = attrs.evolve(
+        config,
+        agent=attrs.evolve(config.agent, name=AGENT),
+        gateway=attrs.evolve(config.gateway, start="when_needed"),
+    )
+    async with open_rollout(own, resume=resume) as runtime, open_task_group() as tasks:
         server = TrajectoryServer(runtime, tasks)
         routes = list_trainer_routes(server, TaskRunner(tasks), token)
         async with serve_trajectories(runtime.services, routes) as gateway:
@@ -82,17 +87,14 @@ def list_trainer_routes(server: TrajectoryServer, runner: TaskRunner, token: str
             raise
         exchange.on_unread(abandon)
 
-    async def read_or_forget(exchange: Exchange) -> None:
-        await reply(exchange, server.read_state if exchange.method == "GET" else server.forget)
-
     async def finish(exchange: Exchange) -> None:
         body = decode(_FINISH, await exchange.read_body() or b"{}")
-        await reply(exchange, server.finish, body)
+        await reply(server.finish, exchange, body)
 
-    async def read_rows(exchange: Exchange) -> None:
-        await reply(exchange, server.read_rows)
+    async def read_or_forget(exchange: Exchange) -> None:
+        await reply(server.read_state if exchange.method == "GET" else server.forget, exchange)
 
-    async def reply(exchange: Exchange, act: Callable[..., Awaitable[Any]], *args: Any) -> None:
+    async def reply(act: Callable[..., Awaitable[Any]], exchange: Exchange, *args: Any) -> None:
         served_id = exchange.parameters["id"]
         await exchange.reply_json(await runner.run(lambda _: act(served_id, *args)))
 
@@ -101,5 +103,5 @@ def list_trainer_routes(server: TrajectoryServer, runner: TaskRunner, token: str
         make_route("/trajectories", ("POST",), open_one),
         make_route(one, ("GET", "DELETE"), read_or_forget),
         make_route(f"{one}/finish", ("POST",), finish),
-        make_route(f"{one}/rows", ("GET",), read_rows),
+        make_route(f"{one}/rows", ("GET",), partial(reply, server.read_rows)),
     ]

@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
-import msgspec
 
 from rollout.agents.long_texts import is_long, room_beside, run_text
 from rollout.agents.turn import StopStrings, TurnOptions
@@ -69,9 +68,6 @@ class _Sample:
         """Have the model generate the turn. Cancelled, its tokens stay at the end of the row."""
         conversation, generations = self.conversation, list[Generation]()
         renderer = conversation.renderer
-        turn_room = conversation.services.config.lengths.turn
-        if turn_room is not None and turn_room < sampling.max_new_tokens:
-            sampling = msgspec.structs.replace(sampling, max_new_tokens=max(1, turn_room))
         conversation.sampling = sampling
         conversation.on_tokens = [generations.append]
         stop = StopStrings(call.stop, renderer.reader.template.decode) if call.stop else None
@@ -163,14 +159,16 @@ class GatewaySession:
         self._generating = 0
         self._calls = 0
         self._siblings = Counter[tuple[int, int]]()
-        self._answered: set[AgentContext] = set()
+        self._answered: Counter[AgentContext] = Counter()
         self._cut: set[AgentContext] = set()
         context.main.history = "append_only"  # clients render nothing
 
     def exclude_unread_rows(self) -> None:
-        """Rows of which no client has read a word, since all left, are not trained on."""
-        for conversation in self._cut - self._answered:
-            conversation.trainable = False
+        """Rows of which no client has read an answer, since all left, are not trained on."""
+        lost = self._replies.count_lost()
+        for conversation in self._cut | lost.keys():
+            if self._answered[conversation] <= lost[conversation]:
+                conversation.trainable = False
 
     async def complete(self, call: GatewayCall, wait: Wait[Completion] = wait_future) -> Completion:
         """Generate what a client asks for, or replay what it asked for before and did not get.
@@ -358,7 +356,7 @@ class GatewaySession:
             assert sample.answer is not None
             assert sample.turn is not None
             self._index.add(request, sample.turn)
-            self._answered.add(sample.conversation)
+            self._answered[sample.conversation] += 1
             answers.append(sample.answer)
             turns.append(sample.turn)
         first = samples[0]

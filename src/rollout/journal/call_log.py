@@ -41,8 +41,8 @@ class CallLog(RunLog):
     """
 
     def __init__(self, journal: Journal) -> None:
-        self._journal, self._file, self._index = journal, journal.file, journal.index
-        index = journal.index
+        self._journal, self._file = journal, journal.file
+        self._index = index = journal.index
         self.pull_count = max(index.pulls, default=-1) + 1
         pulls = index.pulls.values()
         self._left = [each for each in pulls if each.delivered_in is None and not each.is_dropped]
@@ -144,12 +144,12 @@ class CallLog(RunLog):
 
         Calls that were made at once may come in another order than before: their prompts tell.
         """
-        step, uid, validate, _ = records[0].group
+        step, _, validate, _ = records[0].group
         before, faults = self._calls.get((step, validate), {}), list[str]()
-        for call, prompts in before.items():
-            if uid not in prompts:
-                continue
-            found = []
+        uids = {record.group.uid for record in records}
+        shared = {call: len(uids & prompts.keys()) for call, prompts in before.items()}
+        for call in sorted(filter(shared.get, shared), key=shared.__getitem__, reverse=True):
+            prompts, found = before[call], list[str]()
             for at, each in enumerate(records):
                 name = each.group.uid
                 known = self._index.read(prompts[name]).fields if name in prompts else each.fields

@@ -35,8 +35,8 @@ MAY_CHANGE = (
     "router",
     "channel",
     "recovery",
-    "gateway.host",
-    "gateway.port",
+    *(f"gateway.{name}" for name in ("host", "port", "public_url", "max_connections")),
+    *(f"gateway.{name}_s" for name in ("keep_alive", "head", "body", "write", "idle")),
     "engine.replicas",
     "scheduling.max_in_flight",
     "scheduling.adaptive_admission",
@@ -76,7 +76,7 @@ class Journal:
     """A journal that is locked and indexed; `writing` begins it, or goes on with it.
 
     Attributes:
-        file: Writes records.
+        file: Writes records, to `path`.
         index: What there is from before.
         counts: What became of that; see `JournalStatistics`.
         services: What trajectories share, once it is written.

@@ -196,7 +196,8 @@ class LogFile:
         while self.written < number and not (self._may_continue and self.failure is not None):
             if gives_up:
                 closed = "the runtime was closed, and its journal with it"
-                return self.failure or JournalError(closed)
+                early = f"{self.path}: its call ended before a trajectory was written"
+                return self.failure or JournalError(closed if self._is_closed else early)
             self._hurry.set()
             with anyio.move_on_after(CHECK_S):
                 await self._changed.wait()

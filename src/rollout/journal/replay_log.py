@@ -66,6 +66,7 @@ class ReplayLog:
         self.steps = 0
         self.departure, self.is_beyond = "", False
         self._all, self._recorded = answers, recorded
+        self.begin()  # a rejected prompt has no agent that would
         self._restore, self._decode, self._parse_calls = restore, decode, parse_calls
         self._on_step, self._on_departure = on_step, on_departure
 

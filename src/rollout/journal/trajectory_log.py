@@ -44,11 +44,10 @@ class RecordedAnswers:
     def take(self, kind: type, question: Question, segment: str | None = None) -> Any:
         """Take the next answer to a question, of this segment where there is one; None: none."""
         known = [each for each in self.left if type(each) is kind and each.question == question]
-        if known:
-            answer = next((each for each in known if each.segment == segment), known[0])
-            self.left = [each for each in self.left if each is not answer]
-            return answer
-        return None
+        first = known[0] if known else None
+        answer = next((each for each in known if each.segment == segment), first)
+        self.left = [each for each in self.left if each is not answer]
+        return answer
 
 
 class TrajectoryLog(msgspec.Struct, eq=False):

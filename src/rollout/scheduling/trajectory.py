@@ -14,7 +14,7 @@ from rollout.agents.agent_loop import AgentLoop, find_class, get_agent, make_age
 from rollout.agents.context import AgentContext, list_segments, open_context
 from rollout.agents.ending import Ending, RejectedPrompt
 from rollout.agents.generating import find_natural_ending
-from rollout.agents.prompt_sampling import make_sampling, top_log_probs_fault
+from rollout.agents.prompt_sampling import find_sampling_fault, make_sampling
 from rollout.agents.services import Services
 from rollout.agents.trajectory_state import UNRESPONSIVE
 from rollout.chat.reward_values import BadRewardError, apply_reward, check_reward_value
@@ -156,7 +156,7 @@ async def run_trajectory(runner: TrajectoryRunner, run: TrajectoryRun) -> Trajec
         try:
             await _run_agent(services, run, agent)
             ending, cause = _decide_outcome(run)
-            if _runs_again(services, run, ending):
+            if find_class(agent)._may_run_again and _runs_again(services, run, ending):
                 run.begin_again()
                 continue
             if member.deadline_met is not None and member.deadline_met.source == GROUP_S:
@@ -191,7 +191,7 @@ def _open_context(services: Services, run: TrajectoryRun) -> tuple[Registered, A
         RejectedPrompt: The prompt names what does not exist, or overrides wrongly.
     """
     member, config = run.member, services.config
-    prompt, identity, info = member.prompt, member.identity, services.engines.info
+    prompt, identity = member.prompt, member.identity
     if not prompt.messages:
         raise RejectedPrompt("empty_prompt", "messages: expected at least one message")
     with _rejecting(AgentError, "unknown_agent"):
@@ -200,13 +200,7 @@ def _open_context(services: Services, run: TrajectoryRun) -> tuple[Registered, A
         sampling = make_sampling(config, prompt.sampling, validate=identity.validate)
     with _rejecting(ConfigError, "bad_sandbox", "extra: "):
         services.sandboxes.spec_for(prompt.extra)
-    fault = top_log_probs_fault(sampling.top_log_probs, info)
-    foreign = [token for token in sampling.stop_token_ids if token >= info.vocab_size]
-    if foreign and info.vocab_size:
-        fault = (
-            f"sampling.stop_token_ids: {foreign[0]} is outside the engine's vocabulary of "
-            f"{info.vocab_size} ids"
-        )
+    fault = find_sampling_fault(sampling, services.engines.info)
     if fault:
         raise RejectedPrompt("bad_sampling", fault)
     with _rejecting(ToolError, "unknown_tool"):

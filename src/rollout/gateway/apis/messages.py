@@ -44,7 +44,6 @@ _ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    410: "not_found_error",
     413: "request_too_large",
     500: "api_error",
     503: "api_error",
@@ -124,7 +123,7 @@ def _read_tools(tools: Sequence[_Tool]) -> Iterator[Mapping[str, Any]]:
     for index, tool in enumerate(tools):
         if tool.type in (None, "custom"):
             function = FunctionTool(tool.name, tool.description, tool.input_schema)
-            yield reading.make_schema(function, f"tools[{index}].input_schema")
+            yield reading.make_schema(function, f"tools[{index}]", "input_schema")
 
 
 def _read_system(system: str | list[_Block] | None) -> tuple[tuple[ClientMessage, ...], bool]:

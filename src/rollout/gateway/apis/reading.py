@@ -138,13 +138,15 @@ class FunctionTool(msgspec.Struct):
     parameters: msgspec.Raw = msgspec.Raw(b"null")
 
 
-def make_schema(tool: FunctionTool, field: str) -> Mapping[str, Any]:
+def make_schema(
+    tool: FunctionTool, field: str, parameters_name: str = "parameters"
+) -> Mapping[str, Any]:
     """A function as `GatewayCall.tools` has it."""
     if not tool.name:
         refuse(f"{field}.name", "expected a name")
-    parameters = decode_value(tool.parameters, f"{field}.parameters")
+    parameters = decode_value(tool.parameters, f"{field}.{parameters_name}")
     if parameters is not None and not isinstance(parameters, dict):
-        refuse(f"{field}.parameters", "expected a JSON schema, an object")
+        refuse(f"{field}.{parameters_name}", "expected a JSON schema, an object")
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:
         function["description"] = tool.description
@@ -299,22 +301,28 @@ class Body(SamplingFields):
         for name, why in _IMPOSSIBLE.items():
             if getattr(self, name):
                 refuse(name, why)
+        agent_id = headers.get("x-openai-subagent") or headers.get("x-claude-code-agent-id")
+        digest = hashlib.blake2b(body, digest_size=16, person=api.encode())
+        digest.update(b"\0%s" % (agent_id or "").encode())
         call = GatewayCall(
             api=api,
             messages=messages,
             sampling=self.list_sampling(max_new_tokens=max_new_tokens, top_log_probs=top_log_probs),
             seed=self.convert_seed(),
             stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
-            agent_id=headers.get("x-openai-subagent") or headers.get("x-claude-code-agent-id"),
+            agent_id=agent_id,
             is_side=not own.get("tools") and (is_title or _asks_for_title(messages)),
             wants_ids=bool(self.return_token_ids),
-            digest=hashlib.blake2b(body, digest_size=16, person=api.encode()).digest(),
+            digest=digest.digest(),
             is_retry=headers.get("x-stainless-retry-count", "").strip("0").isdecimal(),
             **own,
         )
         count = sum(1 + len(each.calls) + len(each.parts) for each in messages)
         if not 0 < count <= MAX_ITEMS:
             refuse(call.field, f"expected 1 to {MAX_ITEMS:,} messages, calls and images")
+        names = {tool["function"]["name"] for tool in call.tools}
+        if len(names) < len(call.tools) or len(names) > MAX_TOOLS:
+            refuse("tools", f"expected at most {MAX_TOOLS}, each of another name")
         return call
 
 

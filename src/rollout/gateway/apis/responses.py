@@ -68,7 +68,7 @@ _DECODER = msgspec.json.Decoder(_Body)
 def read_request(body: bytes, headers: Mapping[str, str]) -> ResponsesRequest:
     """What a body asks for."""
     parsed = reading.decode(_DECODER, body)
-    tools = _read_tools(parsed.tools or ())
+    tools = list(_read_tools(parsed.tools or ()))
     forms = {"tool_choice": parsed.tool_choice}
     if isinstance(parsed.text, dict):
         forms["text.format"] = parsed.text.get("format")
@@ -77,8 +77,8 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> ResponsesRequest:
         body,
         headers,
         messages=_read_messages(parsed),
-        tools=tuple(tool.schema for tool in tools.values()),
-        text_tools=frozenset(name for name, tool in tools.items() if tool.is_text),
+        tools=tuple(tool.schema for tool in tools),
+        text_tools=frozenset(tool.flat_name for tool in tools if tool.is_text),
         allows_calls=reading.read_type(parsed.tool_choice) != "none",
         parallel_calls=parsed.parallel_tool_calls is not False,
         max_new_tokens=parsed.max_output_tokens,
@@ -94,8 +94,8 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> ResponsesRequest:
         parsed=parsed,
         # Codex counts events only, and skips those that it does not know.
         keep_alive=format_event({"type": "keepalive"}, "keepalive") if is_codex else COMMENT,
-        has_length_in_events=bool(parsed.stream) and is_codex,
-        tools=tools,
+        has_length_in_events=is_codex,
+        tools={tool.flat_name: tool for tool in tools},
     )
 
 
@@ -113,34 +113,34 @@ class ClientTool(NamedTuple):
     space: str
     is_text: bool
 
+    @property
+    def flat_name(self) -> str:
+        """The model's name for it."""
+        return str(self.schema["function"]["name"])
+
+
+#: Of a tool that takes free text: to the model it is a function with the one argument `input`.
+_TEXT_SCHEMA = msgspec.Raw(
+    b'{"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}'
+)
+
 
 def _read_tools(
     tools: Sequence[_Tool], space: str = "", within: str = "tools"
-) -> dict[str, ClientTool]:
+) -> Iterator[ClientTool]:
     """Functions, tools of free text and namespaces of both; others are run by servers."""
-    known: dict[str, ClientTool] = {}
     for index, tool in enumerate(tools):
-        path, flat = f"{within}[{index}]", flatten_name(tool.name, space)
-        if tool.type == "function":
+        path, is_text = f"{within}[{index}]", tool.type == "custom"
+        if is_text or tool.type == "function":
             function = FunctionTool(tool.name, tool.description, tool.parameters)
+            if is_text:
+                function = FunctionTool(tool.name, tool.description or "", _TEXT_SCHEMA)
             schema = reading.make_schema(function, path)
-        elif tool.type == "custom":
-            schema = _make_text_schema(tool)
-        else:
-            if tool.type == "namespace" and not space:
-                known |= _read_tools(tool.tools or (), tool.name, f"{path}.tools")
-            continue
-        schema = {**schema, "function": {**schema["function"], "name": flat}}
-        known[flat] = ClientTool(schema, tool.name, space, tool.type == "custom")
-    return known
-
-
-def _make_text_schema(tool: _Tool) -> Mapping[str, Any]:
-    """A tool that takes free text, as a function with the one argument `input`."""
-    properties = {"input": {"type": "string"}}
-    schema = {"type": "object", "properties": properties, "required": ["input"]}
-    function = {"name": tool.name, "description": tool.description or "", "parameters": schema}
-    return {"type": "function", "function": function}
+            flat = flatten_name(tool.name, space)
+            schema = {**schema, "function": {**schema["function"], "name": flat}}
+            yield ClientTool(schema, tool.name, space, is_text)
+        elif tool.type == "namespace" and not space:
+            yield from _read_tools(tool.tools or (), tool.name, f"{path}.tools")
 
 
 def _read_messages(parsed: _Body) -> tuple[ClientMessage, ...]:

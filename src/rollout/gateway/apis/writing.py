@@ -10,6 +10,7 @@ import msgspec
 
 from rollout.gateway.apis.reading import Body
 from rollout.gateway.calls import GatewayCall
+from rollout.gateway.length_errors import LENGTH_CODE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -68,7 +69,7 @@ class ApiRequest:
         call: What it asks for.
         parsed: The body.
         keep_alive: An event without content.
-        has_length_in_events: Whether a refusal for a length stands in the stream.
+        has_length_in_events: Whether a refusal for a length stands in the stream, where it is one.
     """
 
     call: GatewayCall
@@ -130,7 +131,7 @@ _OPENAI_TYPES = {
     503: "server_error",
 }
 _OPENAI_CODES = {
-    "context_length": "context_length_exceeded",
+    "context_length": LENGTH_CODE,
     "authentication": "invalid_api_key",
     "invalid_request": "invalid_value",
     "too_large": "request_too_large",
