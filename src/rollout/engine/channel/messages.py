@@ -15,7 +15,7 @@ from rollout.engine.channel.operations import Operation
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad, Natural, SamplingParams
 from rollout.medium import Media
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
@@ -141,10 +141,16 @@ class MediaPart(msgspec.Struct, frozen=True, array_like=True, tag=21, kw_only=Tr
 
 
 class Command(msgspec.Struct, frozen=True, array_like=True, tag=30):
-    """Do this; a `CommandDone` with the same number answers."""
+    """Do this; a `CommandDone` with the same number answers.
+
+    Attributes:
+        interrupts: The session's requests are cut off first. Once it is done, and the engine is
+            awake, they continue from the tokens that they have.
+    """
 
     number: Natural
     operation: Operation
+    interrupts: bool = False
 
 
 class CommandDone(msgspec.Struct, frozen=True, array_like=True, tag=31):

@@ -402,7 +402,6 @@ class EnginePool:
             self._requests.queue.call_next()
         elif replica in self._serving:
             del self._serving[replica]
-            self._requests.let_go_held(replica)
             if not self._serving and self._tasks is not None:
                 self._tasks.start_soon(self._close_queue)
         elif replica.start_error is not None:
