@@ -43,10 +43,7 @@ FLOORS = (
     "batch",
     "engine.weights",
     "engine.core",
-    "engine.model_identity",
-    "engine.weight_staging",
     "engine.weight_broadcasting",
-    "engine.channel.operations",
     "engine.cores",
     "engine.channel",
     "engine.placement",
@@ -69,7 +66,7 @@ FLOORS = (
     "testing",
 )
 #: What an engine's process needs beside its core.
-ENGINE_SIDE = ("engine.channel", "engine.core", "engine.weights", "engine.weight_staging")
+ENGINE_SIDE = ("engine.channel", "engine.core", "engine.weights")
 ENGINE_SIDE_PACKAGES = {"rollout", "msgspec", "anyio"}
 
 Graph = dict[str, set[str]]

@@ -23,9 +23,9 @@ from rollout.engine.channel.messages import (
     ChannelSettings,
     ClientExpectations,
     LoadReport,
+    LoadWeights,
     Submit,
 )
-from rollout.engine.channel.operations import LoadWeights
 from rollout.engine.channel.server import EngineServer
 from rollout.engine.core import Chunk, EngineLoad, GenerationRequest, SamplingParams
 from rollout.engine.weights import DiskWeights

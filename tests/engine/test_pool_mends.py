@@ -209,7 +209,7 @@ def test_stage_leaves_weights_of_another_container_alone(
 ) -> None:
     import torch
 
-    from rollout.engine.weight_staging import stage
+    from rollout.engine.weights import stage
 
     weights = TensorWeights({"a": torch.zeros(2)}, directory=str(tmp_path))
     real = os.stat

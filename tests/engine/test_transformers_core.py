@@ -30,8 +30,7 @@ from rollout.engine.cores.transformers import TransformersCore
 from rollout.engine.cores.transformers import sampling as sampling_module
 from rollout.engine.cores.transformers import transformers_core as core_module
 from rollout.engine.cores.transformers.model import choose_device
-from rollout.engine.model_files import resolve_model
-from rollout.engine.model_identity import model_fingerprint
+from rollout.engine.model_files import model_fingerprint, resolve_model
 from rollout.engine.pool.opening import build_core_spec
 from rollout.errors import EngineError
 from rollout.seeds import RequestIds

@@ -35,7 +35,7 @@ from rollout.scopes import open_task_group
 if TYPE_CHECKING:
     from anyio.abc import ByteStream
 
-    from rollout.engine.channel.operations import Operation
+    from rollout.engine.channel.messages import Operation
     from rollout.medium import PlacedMedia
 
 logger = logging.getLogger("rollout.engine")

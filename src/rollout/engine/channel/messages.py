@@ -11,8 +11,8 @@ from typing import Annotated
 
 import msgspec
 
-from rollout.engine.channel.operations import Operation
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad, Natural, SamplingParams
+from rollout.engine.weights import DiskWeights, DistributedWeights
 from rollout.medium import Media
 
 PROTOCOL_VERSION = 5
@@ -138,6 +138,44 @@ class MediaPart(msgspec.Struct, frozen=True, array_like=True, tag=21, kw_only=Tr
     content: bytes
     medium: Media | None = None
     is_last: bool = False
+
+
+class LoadWeights(msgspec.Struct, frozen=True, array_like=True, tag="load_weights"):
+    """Load other weights; what is sampled from then on has this version."""
+
+    version: int
+    source: DiskWeights
+
+
+class ReceiveWeights(msgspec.Struct, frozen=True, array_like=True, tag="receive_weights"):
+    """Join a broadcast; the result is the directory of what came, or empty."""
+
+    source: DistributedWeights
+
+
+class DropWeights(msgspec.Struct, frozen=True, array_like=True, tag="drop_weights"):
+    """Remove a directory that came of `ReceiveWeights`."""
+
+    path: str
+
+
+class Sleep(msgspec.Struct, frozen=True, array_like=True, tag="sleep"):
+    """Release memory; see `BaseCore.sleep`."""
+
+    level: int
+
+
+class WakeUp(msgspec.Struct, frozen=True, array_like=True, tag="wake_up"):
+    """Take memory back; see `BaseCore.wake_up`."""
+
+    tags: tuple[str, ...]
+
+
+class FlushCache(msgspec.Struct, frozen=True, array_like=True, tag="flush_cache"):
+    """Forget what was computed of earlier requests."""
+
+
+Operation = LoadWeights | ReceiveWeights | DropWeights | Sleep | WakeUp | FlushCache
 
 
 class Command(msgspec.Struct, frozen=True, array_like=True, tag=30):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import anyio
@@ -25,16 +26,17 @@ from rollout.engine.channel.messages import (
     FromClient,
     LoadReport,
     MediaPart,
+    Sleep,
     Submit,
+    WakeUp,
 )
-from rollout.engine.channel.operations import Sleep, WakeUp
 from rollout.engine.core import INTERRUPTED, TAGS_OF_LEVEL, Chunk, GenerationRequest
 from rollout.seeds import RequestIds
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from rollout.engine.channel.operations import Operation
+    from rollout.engine.channel.messages import Operation
     from rollout.engine.core import EngineCore
     from rollout.medium import PlacedMedia
 
@@ -44,6 +46,7 @@ logger = logging.getLogger("rollout.engine")
 _PACKED = ("ids", "log_probs", "top_ids", "top_log_probs", "routed_experts")
 
 
+@dataclass(eq=False, slots=True)
 class _ServerRequest:
     """A request of the session, from its arrival to its last chunk.
 
@@ -59,30 +62,16 @@ class _ServerRequest:
         waiting: Chunks whose tokens wait for more; each continues the one before it.
     """
 
-    __slots__ = (
-        "core_id",
-        "deadline",
-        "expert_bytes",
-        "idle",
-        "ids",
-        "is_aborted",
-        "is_interrupted",
-        "media",
-        "submit",
-        "waiting",
-    )
-
-    def __init__(self, submit: Submit) -> None:
-        remaining_s = submit.remaining_s
-        self.submit = submit
-        self.deadline = math.inf if remaining_s is None else anyio.current_time() + remaining_s
-        self.media: tuple[PlacedMedia, ...] = ()
-        self.idle: anyio.CancelScope | None = None
-        self.core_id = ""
-        self.is_aborted = self.is_interrupted = False
-        self.ids = bytearray()
-        self.expert_bytes = 0
-        self.waiting: list[Chunk] = []
+    submit: Submit
+    deadline: float
+    media: tuple[PlacedMedia, ...] = ()
+    idle: anyio.CancelScope | None = None
+    core_id: str = ""
+    is_aborted: bool = False
+    is_interrupted: bool = False
+    ids: bytearray = field(default_factory=bytearray)
+    expert_bytes: int = 0
+    waiting: list[Chunk] = field(default_factory=list)
 
     @property
     def count(self) -> int:
@@ -159,7 +148,9 @@ class ServerSession:
             case Submit(request_id, ids) if len(ids) % 4:
                 self._fail(request_id, f"{len(ids)} bytes of ids; expected packed int32")
             case Submit(request_id):
-                request = self._requests[request_id] = _ServerRequest(message)
+                left_s = math.inf if message.remaining_s is None else message.remaining_s
+                deadline = anyio.current_time() + left_s
+                request = self._requests[request_id] = _ServerRequest(message, deadline)
                 tasks.start_soon(self._serve_request, request)
             case Abort(request_id):
                 if request_id in self._requests:  # else its last chunk is on its way

@@ -20,12 +20,12 @@ import msgspec
 from rollout.bridge import wait_future
 from rollout.engine.channel.child import ChildReady
 from rollout.engine.channel.sockets import connect_engine
-from rollout.engine.placement.gpu_slots import GpuSlot
 from rollout.engine.placement.local_process import encode_spec
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.engine.placement.ray_cluster import (
     CLOSE_S,
     NAMESPACE,
+    GpuSlot,
     RayCalls,
     find_address,
     find_gpu_ids,

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from rollout.engine.channel.operations import ALL_TAGS, TAGS_OF_LEVEL, FlushCache, Sleep, WakeUp
+from rollout.engine.channel.messages import FlushCache, Sleep, WakeUp
+from rollout.engine.core import ALL_TAGS, TAGS_OF_LEVEL
 from rollout.errors import ChannelError, EngineError
 
 if TYPE_CHECKING:

@@ -14,8 +14,11 @@ import anyio
 import attrs
 
 from rollout.engine.channel.channel import watch_silence
-from rollout.engine.channel.messages import ChannelSettings, ClientExpectations
-from rollout.engine.channel.operations import ALL_TAGS, TAGS_OF_LEVEL
+from rollout.engine.channel.messages import (
+    ChannelSettings,
+    ClientExpectations,
+)
+from rollout.engine.core import ALL_TAGS, TAGS_OF_LEVEL
 from rollout.engine.pool.load_windows import LoadWindow
 from rollout.engine.pool.memory import MemoryManager
 from rollout.engine.pool.replica import Notifier, Replica, ReplicaSettings, ReplicaStatistics

@@ -31,7 +31,7 @@ from rollout.scopes import open_task_group
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from rollout.engine.channel.operations import Operation
+    from rollout.engine.channel.messages import Operation
     from rollout.engine.routing import ReplicaState
 
 logger = logging.getLogger("rollout.engine")

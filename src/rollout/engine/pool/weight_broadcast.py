@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import anyio
 import msgspec
 
-from rollout.engine.channel.operations import DropWeights, LoadWeights, ReceiveWeights
+from rollout.engine.channel.messages import DropWeights, LoadWeights, ReceiveWeights
 from rollout.engine.weights import DiskWeights, DistributedWeights
 from rollout.errors import ChannelError, EngineError
 from rollout.limits import cleanup_scope

@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import msgspec
 
-from rollout.engine.channel.operations import LoadWeights
+from rollout.engine.channel.messages import LoadWeights
 from rollout.engine.pool.replica import Notifier, Replica, SentWeights, describe_errors
 from rollout.engine.pool.weight_broadcast import WeightBroadcast, check_broadcast
-from rollout.engine.weight_staging import stage, unstage
 from rollout.engine.weights import (
     UPDATE_MODES,
     DiskWeights,
     DistributedWeights,
     TensorWeights,
     WeightSource,
+    stage,
+    unstage,
 )
 from rollout.errors import EngineError
 from rollout.worker_threads import run_in_thread

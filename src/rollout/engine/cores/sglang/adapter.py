@@ -25,8 +25,7 @@ from rollout.engine.cores.sglang import plugin
 from rollout.engine.cores.sglang.maintenance import SGLangMaintenance, list_fields
 from rollout.engine.cores.sglang.media_inputs import open_media_inputs
 from rollout.engine.cores.sglang.server_arguments import SGLangOptions, engine_arguments
-from rollout.engine.model_files import resolve_model
-from rollout.engine.model_identity import model_fingerprint
+from rollout.engine.model_files import model_fingerprint, resolve_model
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
