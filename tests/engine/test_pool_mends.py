@@ -21,8 +21,8 @@ from rollout.engine.channel.child import ChildSpec
 from rollout.engine.channel.framing import FrameStream
 from rollout.engine.core import Chunk, SamplingParams
 from rollout.engine.placement import ray as ray_placement
+from rollout.engine.placement.engine_process import encode_spec
 from rollout.engine.placement.in_process import InProcess
-from rollout.engine.placement.local_process import encode_spec
 from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool

@@ -115,11 +115,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True, eq=False):
     routed_experts_start: int = 0
     media: tuple[PlacedMedia, ...] = ()
 
-    @property
-    def top_log_probs(self) -> int:
-        """How many of the most likely tokens are wanted at each position; see `Chunk.top_ids`."""
-        return self.sampling.top_log_probs
-
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11, gc=False):
     """Some newly sampled tokens of one request; the last chunk has a finish reason.
