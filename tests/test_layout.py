@@ -34,11 +34,9 @@ FLOORS = (
     "observe.user_spans",
     "chat",
     # A model's files and its tokenizer, with which saved tokens are read.
-    "engine.quiet",
     "engine.gguf_conversion",
     "engine.model_files",
     "engine.cores.simulated.vocabulary",
-    "engine.cores.simulated.tokenizer",
     "engine.model_tokenizer",
     "batch",
     "engine.weights",

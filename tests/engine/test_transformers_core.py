@@ -534,12 +534,12 @@ async def test_core_larger_priority_runs_first(tiny: str, gate: Gate) -> None:
         (
             [5, 600],
             {},
-            "token id 600 at position 1 of the prompt is outside the vocabulary of 600",
+            "token id 600 at position 1 is outside the engine's vocabulary of 600 ids",
         ),
         (
             [5, 6, -1],
             {},
-            "token id -1 at position 2 of the prompt is outside the vocabulary of 600",
+            "token id -1 at position 2 is outside the engine's vocabulary of 600 ids",
         ),
         (
             [5] * 64,

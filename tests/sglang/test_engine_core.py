@@ -184,7 +184,7 @@ async def test_core_answer_fills_the_context_and_no_more(core: SGLangCore) -> No
             [5, VOCABULARY],
             {},
             {},
-            "token id 600 at position 1 of the prompt is outside the vocabulary of 600",
+            "token id 600 at position 1 is outside the engine's vocabulary of 600 ids",
         ),
         ([5], {}, {"top_p": 0.0}, "sampling.top_p = 0.0; expected a number in (0, 1]"),
         (

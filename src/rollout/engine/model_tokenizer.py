@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def load_decoder(model: str, revision: str | None = None) -> Callable[[Sequence[int]], str]:
     """Ids to text, special tokens spelled out; code of a model's repository is never run."""
     from rollout.chat.template_loading import load_tokenizer
-    from rollout.engine.cores.simulated.tokenizer import simulated_tokenizer
+    from rollout.engine.cores.simulated.vocabulary import simulated_tokenizer
     from rollout.engine.model_files import resolve_model
 
     tokenizer: Any

@@ -11,7 +11,7 @@ from rollout.errors import EngineError
 from rollout.token_prefix import find_outside_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from rollout.engine.core import Capabilities, EngineInfo, GenerationRequest, SamplingParams
 
@@ -20,26 +20,36 @@ LogProb = Annotated[float, msgspec.Meta(ge=-1e30, le=1e-3)]
 _Shape = TypeVar("_Shape")
 
 
-def find_request_fault(
-    request: GenerationRequest,
-    info: EngineInfo,
-    find_outside_id: Callable[[bytes, int], int | None] = find_outside_id,
-) -> str:
+def find_request_fault(request: GenerationRequest, info: EngineInfo) -> str:
     """Why the engine cannot serve `request`, with value and expectation; empty where it can."""
     if request.routed_experts and info.capabilities.expert_shape is None:
         return (
             "routed_experts: this engine tells none; SGLang does with engine.routed_experts = true"
         )
     return (
-        _find_prompt_fault(request.prompt_ids, info, find_outside_id)
+        _find_prompt_fault(request.prompt_ids, info)
         or info.media_fault(each.medium.kind for each in request.media)
         or _find_sampling_fault(request.sampling, info.vocab_size, info.capabilities)
     )
 
 
-def _find_prompt_fault(
-    prompt_ids: bytes, info: EngineInfo, find_outside_id: Callable[[bytes, int], int | None]
-) -> str:
+def describe_outside_id(ids: bytes, vocab_size: int, start: int = 0) -> str:
+    """Describe the first id that is not of the vocabulary; empty where all are.
+
+    Args:
+        ids: Packed int32.
+        vocab_size: Of the engine; 0 where it is not known, and only negative ids are outside.
+        start: Position of the first id.
+    """
+    at = find_outside_id(ids, vocab_size)
+    if at is None:
+        return ""
+    token = int.from_bytes(ids[4 * at : 4 * at + 4], "little", signed=True)
+    of = f" of {vocab_size} ids" if vocab_size else ""
+    return f"token id {token} at position {start + at} is outside the engine's vocabulary{of}"
+
+
+def _find_prompt_fault(prompt_ids: bytes, info: EngineInfo) -> str:
     if len(prompt_ids) % 4:
         return f"prompt_ids has {len(prompt_ids)} bytes; expected packed int32"
     count = len(prompt_ids) // 4
@@ -50,14 +60,7 @@ def _find_prompt_fault(
             f"the prompt has {count} tokens; expected at most {info.context_length - 1}, "
             f"since it and a new token must fit into a context of {info.context_length}"
         )
-    at = find_outside_id(prompt_ids, info.vocab_size) if info.vocab_size else None
-    if at is None:
-        return ""
-    token = int.from_bytes(prompt_ids[4 * at : 4 * at + 4], "little", signed=True)
-    return (
-        f"token id {token} at position {at} of the prompt is outside the vocabulary of "
-        f"{info.vocab_size}"
-    )
+    return describe_outside_id(prompt_ids, info.vocab_size)
 
 
 def _find_sampling_fault(sampling: SamplingParams, vocab_size: int, able: Capabilities) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout.engine.channel.messages import Submit
-from rollout.engine.pool.request_checks import describe_outside_id
+from rollout.engine.cores.checks import describe_outside_id
 from rollout.errors import EngineError
 from rollout.observe.explanation import Wait
 from rollout.token_prefix import find_outside_id
@@ -391,7 +391,7 @@ class Generation:
             counts.late += tokens
             return True
         try:
-            if find_outside_id(chunk.ids, self.info.vocab_size) is not None:
+            if find_outside_id(chunk.ids[: 4 * tokens], self.info.vocab_size) is not None:
                 raise ChunkFault(describe_outside_id(chunk.ids, self.info.vocab_size))
             count = self.append(chunk)
         except ChunkFault as error:

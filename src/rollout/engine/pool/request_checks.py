@@ -6,34 +6,18 @@ ends the connection to the engine for all requests on it; agents may assign what
 
 from __future__ import annotations
 
-from typing import Any, get_type_hints
+from typing import Any
 
 import msgspec
 
 from rollout.engine.core import SamplingParams
+from rollout.engine.cores.checks import describe_outside_id
 from rollout.errors import EngineError
-from rollout.token_prefix import TokenPrefix, find_outside_id
+from rollout.token_prefix import TokenPrefix
 
 _ENCODER = msgspec.msgpack.Encoder()
 #: As the engine's side reads it.
 _DECODER = msgspec.msgpack.Decoder(SamplingParams)
-_TYPES = get_type_hints(SamplingParams, include_extras=True)
-
-
-def describe_outside_id(ids: bytes, vocab_size: int, start: int = 0) -> str:
-    """Describe the first id that is not of the vocabulary; empty where all are.
-
-    Args:
-        ids: Packed int32.
-        vocab_size: Of the engine; 0 where it is not known, and only negative ids are outside.
-        start: Position of the first id.
-    """
-    at = find_outside_id(ids, vocab_size)
-    if at is None:
-        return ""
-    token = int.from_bytes(ids[4 * at : 4 * at + 4], "little", signed=True)
-    of = f" of {vocab_size} ids" if vocab_size else ""
-    return f"token id {token} at position {start + at} is outside the engine's vocabulary{of}"
 
 
 def check_ids(prompt: bytes | TokenPrefix, vocab_size: int) -> None:
@@ -54,19 +38,15 @@ def check_sampling(sampling: SamplingParams) -> None:
     try:
         _DECODER.decode(_ENCODER.encode(sampling))
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        fault = describe_sampling_fault(sampling) or f"sampling: {error}"
-        raise EngineError(fault, reason="sampling") from None
+        raise EngineError(_describe_sampling_fault(sampling, error), reason="sampling") from None
 
 
-def describe_sampling_fault(sampling: Any) -> str:
-    """Describe which field is wrong, its value and what was expected; empty where none is."""
+def _describe_sampling_fault(sampling: Any, error: Exception) -> str:
+    """Describe which field is wrong, its value and what was expected, where that is known."""
     if not isinstance(sampling, SamplingParams):
         return f"sampling = {sampling!r:.80}: expected SamplingParams"
-    for name, kind in _TYPES.items():
-        value = getattr(sampling, name)
-        try:
-            msgspec.convert(value, kind)
-        except msgspec.ValidationError as error:
-            expected = str(error).replace("Expected", "expected", 1)
-            return f"sampling.{name} = {value!r:.80}: {expected}"
-    return ""
+    what, _, place = str(error).partition(" - at `$[")
+    if not place:
+        return f"sampling: {error}"
+    name = sampling.__struct_fields__[int(place.partition("]")[0])]
+    return f"sampling.{name} = {getattr(sampling, name)!r:.80}: {what.replace('Exp', 'exp', 1)}"
