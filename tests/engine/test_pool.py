@@ -201,6 +201,17 @@ async def test_generate_id_outside_the_vocabulary_does_not_leave_the_driver(
     )
 
 
+async def test_generate_sampling_of_a_wrong_type_does_not_leave_the_driver(
+    cores: list[Any],
+) -> None:
+    sampling = SamplingParams(max_new_tokens=1, temperature="hot")  # type: ignore[arg-type]
+    async with pool_of().serving() as pool:
+        with pytest.raises(EngineError, match="temperature = 'hot': expected `float`"):
+            await pool.generate(
+                Generation(), session_id="s", prompt_ids=bytes(4), sampling=sampling
+            )
+
+
 async def test_policy_fail_replica_dies_its_request_fails_and_it_is_started_again(
     cores: list[Any],
 ) -> None:

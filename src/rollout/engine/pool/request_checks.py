@@ -6,7 +6,7 @@ ends the connection to the engine for all requests on it; agents may assign what
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
@@ -38,15 +38,19 @@ def check_sampling(sampling: SamplingParams) -> None:
     try:
         _DECODER.decode(_ENCODER.encode(sampling))
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise EngineError(_describe_sampling_fault(sampling, error), reason="sampling") from None
+        fault = _describe_sampling_fault(sampling) or f"sampling: {error}"
+        raise EngineError(fault, reason="sampling") from None
 
 
-def _describe_sampling_fault(sampling: Any, error: Exception) -> str:
-    """Describe which field is wrong, its value and what was expected, where that is known."""
+def _describe_sampling_fault(sampling: Any) -> str:
+    """Describe which field is wrong, its value and what was expected; empty where none is."""
     if not isinstance(sampling, SamplingParams):
         return f"sampling = {sampling!r:.80}: expected SamplingParams"
-    what, _, place = str(error).partition(" - at `$[")
-    if not place:
-        return f"sampling: {error}"
-    name = sampling.__struct_fields__[int(place.partition("]")[0])]
-    return f"sampling.{name} = {getattr(sampling, name)!r:.80}: {what.replace('Exp', 'exp', 1)}"
+    for name, kind in get_type_hints(SamplingParams, include_extras=True).items():
+        value = getattr(sampling, name)
+        try:
+            msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            expected = str(error).replace("Expected", "expected", 1)
+            return f"sampling.{name} = {value!r:.80}: {expected}"
+    return ""
