@@ -273,6 +273,7 @@ FAULTS = {
     "repeated": ([0, 1, 1, 2], [2, 3, 4]),
     "missing for a while": ([0, 2], [2, 2, 2]),
     "missing each time": ([1], "sent a faulty chunk: tokens 0 to 1 are missing"),
+    "cut each time": ([0], "sent a faulty chunk: 3 bytes of ids with 3 bytes of log-probs"),
 }
 
 
@@ -281,14 +282,15 @@ async def test_faulty_answers_are_counted_or_refused(
     kind: str, cores: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offsets, expected = FAULTS[kind]
+    size = 3 if kind == "cut each time" else 4
 
     async def generate(self: Any, request: GenerationRequest) -> AsyncIterator[Chunk]:
         for offset in offsets:
             yield Chunk(
                 request_id=request.request_id,
                 offset=offset,
-                ids=array("i", [2 + offset]).tobytes(),
-                log_probs=array("f", [0.0]).tobytes(),
+                ids=array("i", [2 + offset]).tobytes()[:size],
+                log_probs=array("f", [0.0]).tobytes()[:size],
             )
         yield Chunk(request_id=request.request_id, offset=offsets[-1] + 1, finish_reason="stop")
 

@@ -222,7 +222,7 @@ class EnginePool:
         Args:
             session_id: The conversation; its requests stay on one replica while that serves well.
             prompt_ids: int32 little-endian, packed; or the trajectory's prefix.
-            sampling: That of a trajectory has been checked.
+            sampling: Checked where there is no `limit`: a trajectory has checked its own.
             priority: Larger is served first, here and in the engine.
             known_experts: Tokens of the prompt whose routed experts the caller has already.
             group_id: Trajectories that begin with the same prompt; "" for one on its own.
@@ -236,7 +236,7 @@ class EnginePool:
                 were lost with it, or none is left; `reason` says which.
         """
         info = self.info
-        if trajectory == NO_TRAJECTORY:
+        if limit is None:
             check_sampling(sampling)
         if isinstance(prompt_ids, bytes) or prompt_ids.checked < prompt_ids.length:
             check_ids(prompt_ids, info.vocab_size)
