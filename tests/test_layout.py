@@ -35,9 +35,8 @@ FLOORS = (
     "chat",
     # A model's files and its tokenizer, with which saved tokens are read.
     "engine.gguf_conversion",
-    "engine.model_files",
     "engine.cores.simulated.vocabulary",
-    "engine.model_tokenizer",
+    "engine.model_files",
     "batch",
     "engine.weights",
     "engine.core",

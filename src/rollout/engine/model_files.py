@@ -21,10 +21,13 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollout.errors import EngineError
 from rollout.model_repository import model_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 logger = logging.getLogger("rollout.engine")
 
@@ -219,3 +222,26 @@ def read_model_config(
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def load_decoder(model: str, revision: str | None = None) -> Callable[[Sequence[int]], str]:
+    """Ids to text, special tokens spelled out; code of a model's repository is never run."""
+    from rollout.chat.template_loading import load_tokenizer
+    from rollout.config.sections import SIMULATED_MODEL
+    from rollout.engine.cores.simulated.vocabulary import simulated_tokenizer
+
+    tokenizer: Any
+    if model == SIMULATED_MODEL:
+        tokenizer = simulated_tokenizer()
+    else:
+        path = resolve_model(model, revision, needs_weights=False)
+        tokenizer = load_tokenizer(path, revision=revision)
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(
+            tokenizer.decode(
+                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+    return decode

@@ -22,7 +22,7 @@ from rollout.engine.channel.messages import (
     WakeUp,
 )
 from rollout.engine.core import EngineBroken
-from rollout.engine.weights import DistributedWeights, is_staged, unstage
+from rollout.engine.weights import is_staged, unstage
 from rollout.errors import EngineError
 from rollout.function_refs import importing
 
@@ -64,9 +64,15 @@ async def carry_out(core: Any, operation: Operation) -> str:
             except Exception as error:  # of no kind that says whether the old weights stayed
                 raise EngineBroken(f"{type(error).__name__}: {error}") from error
         case ReceiveWeights(sent):
-            return await _receive(core, sent)
+            _find_method(core, "update_weights")
+            from rollout.engine.weight_broadcasting import receive_weights  # torch
+
+            device = core.info.device or "cuda"
+            return await to_thread.run_sync(receive_weights, sent, device, abandon_on_cancel=True)
         case DropWeights(path):
-            await to_thread.run_sync(_drop, path)
+            if not is_staged(path):
+                raise EngineError(f"{path} is no directory of received weights")
+            await to_thread.run_sync(unstage, path)
         case Sleep(level):
             await _find_method(core, "sleep")(level)
         case WakeUp(tags):
@@ -74,20 +80,6 @@ async def carry_out(core: Any, operation: Operation) -> str:
         case FlushCache():
             await _find_method(core, "flush_cache")()
     return ""
-
-
-async def _receive(core: Any, sent: DistributedWeights) -> str:
-    _find_method(core, "update_weights")
-    from rollout.engine.weight_broadcasting import receive_weights  # torch
-
-    device = core.info.device or "cuda"
-    return await to_thread.run_sync(receive_weights, sent, device, abandon_on_cancel=True)
-
-
-def _drop(path: str) -> None:
-    if not is_staged(path):
-        raise EngineError(f"{path} is no directory of received weights")
-    unstage(path)
 
 
 def _find_method(core: Any, name: str) -> Any:
