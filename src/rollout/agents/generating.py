@@ -10,8 +10,8 @@ import msgspec
 from rollout.agents.ending import Ending
 from rollout.agents.prompt_sampling import warn_of_truncation
 from rollout.agents.rendering import make_length_error
+from rollout.engine.cores.checks import check_sampling
 from rollout.engine.pool.generation import Generation
-from rollout.engine.pool.request_checks import check_sampling
 from rollout.errors import EngineError
 from rollout.observe.events import TurnEnded, TurnStarted
 from rollout.types import Outcome

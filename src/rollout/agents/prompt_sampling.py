@@ -11,7 +11,7 @@ import msgspec
 
 from rollout.config import RolloutConfig, SamplingConfig
 from rollout.engine.core import EngineInfo, SamplingParams
-from rollout.engine.pool.request_checks import check_sampling
+from rollout.engine.cores.checks import check_sampling
 from rollout.errors import AgentError, ConfigError
 from rollout.types import without_null_keys
 

@@ -44,7 +44,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
     """How one request is sampled.
 
     A message with a value that is not of its type ends the connection that it came over, for all
-    who use it; `request_checks.check_sampling` looks before one leaves.
+    who use it; `cores.checks.check_sampling` looks before one leaves.
 
     Attributes:
         temperature: Divides the logits; 0 takes the most likely token.

@@ -19,10 +19,10 @@ from rollout.engine.channel.messages import (
     ClientExpectations,
 )
 from rollout.engine.core import ALL_TAGS, TAGS_OF_LEVEL
+from rollout.engine.cores.checks import check_ids, check_sampling
 from rollout.engine.pool.load_windows import LoadWindow
 from rollout.engine.pool.memory import MemoryManager
 from rollout.engine.pool.replica import Notifier, Replica, ReplicaSettings, ReplicaStatistics
-from rollout.engine.pool.request_checks import check_ids, check_sampling
 from rollout.engine.pool.request_runner import LAST_ANSWER_S, RecoveryPolicy, RequestRunner
 from rollout.engine.pool.weight_update import WeightUpdater, check_update
 from rollout.errors import EngineError
