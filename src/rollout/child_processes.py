@@ -104,7 +104,7 @@ class ChildProcess:
     It ends when `lifeline`, a pipe that nobody writes to, is closed.
 
     Attributes:
-        is_new: Whether it has answered nothing yet.
+        is_new: Whether it has imported nothing yet.
         is_running: Whether it has not been killed.
     """
 
@@ -136,7 +136,7 @@ class ChildProcess:
         except BaseException:
             await self.kill()
             raise
-        self.is_new = False
+        self.is_new = self.is_new and function is None
         if reply.failure is not None:
             raise ChildRaisedError(reply.failure)
         return reply.body

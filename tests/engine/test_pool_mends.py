@@ -19,7 +19,7 @@ from fake_core import CountingCore
 from faulty_cores import MortalCore, UpdatableCore
 from rollout.engine.channel.child import ChildSpec
 from rollout.engine.channel.framing import FrameStream
-from rollout.engine.core import Chunk, SamplingParams
+from rollout.engine.core import Chunk, EngineBroken, SamplingParams
 from rollout.engine.placement import ray as ray_placement
 from rollout.engine.placement.engine_process import encode_spec
 from rollout.engine.placement.in_process import InProcess
@@ -82,6 +82,24 @@ async def test_sleep_fails_and_the_wake_up_hangs_requests_go_on(rollout_clock: A
             await pool.sleep()
         with anyio.fail_after(60):
             assert await ask(pool, 100, 3) == [101, 102, 103]
+
+
+class BreaksAwakening(TiredCore):
+    """Breaks when it is woken."""
+
+    async def sleep(self, level: int) -> None:
+        """Be asleep."""
+
+    async def wake_up(self, tags: tuple[str, ...]) -> None:
+        raise EngineBroken("the memory is gone")
+
+
+async def test_wake_up_breaks_the_engine_its_caller_is_told(rollout_clock: Any) -> None:
+    async with pool_of("test_pool_mends:BreaksAwakening", token_s=1.0).serving() as pool:
+        await pool.sleep()
+        with pytest.raises(EngineError, match=r"engine-0.*the memory is gone"):
+            await pool.wake_up()
+        assert await ask(pool, 100, 3) == [101, 102, 103]
 
 
 async def test_update_whose_caller_left_fails_the_log_has_its_error(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-from itertools import product
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,27 +18,8 @@ pytestmark = pytest.mark.process
 if TYPE_CHECKING:
     from pathlib import Path
 
-ENDLESS = {
-    "shields": "with anyio.CancelScope(shield=True):\n            await anyio.sleep_forever()",
-    "swallows in a child": (
-        "async with anyio.create_task_group() as tasks:\n            tasks.start_soon(swallow)"
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("how", "backend"),
-    slow_but(
-        product(ENDLESS, ("trio", "asyncio")),
-        ("shields", "trio"),
-        ("swallows in a child", "asyncio"),
-    ),
-)
-def test_command_line_code_that_cannot_be_stopped_ends_with_the_process(
-    how: str, backend: str, tmp_path: Path
-) -> None:
-    (tmp_path / "agents.py").write_text(
-        f"""
+#: Code that ends in no way but with its process.
+ENDLESS = """
 import anyio
 import rollout
 
@@ -49,13 +30,44 @@ async def swallow():
         except BaseException:
             pass
 
-@rollout.register_agent("endless")
-class Endless(rollout.AgentLoop):
+@rollout.register_agent("shields")
+class Shields(rollout.AgentLoop):
     async def run(self, context):
-        await context.generate()
-        {ENDLESS[how]}
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep_forever()
+
+@rollout.register_agent("swallows_in_a_child")
+class Child(rollout.AgentLoop):
+    async def run(self, context):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(swallow)
 """
-    )
+#: Code that is stopped, after which the process ends by itself.
+SWALLOWS = """
+@rollout.register_agent("swallows")
+class Plain(rollout.AgentLoop):
+    async def run(self, context):
+        await swallow()
+
+@rollout.register_agent("swallows_in_a_scope")
+class Scope(rollout.AgentLoop):
+    async def run(self, context):
+        with anyio.CancelScope():
+            await swallow()
+
+@rollout.register_agent("swallows_in_a_task_group")
+class Group(rollout.AgentLoop):
+    async def run(self, context):
+        async with anyio.create_task_group():
+            await swallow()
+"""
+
+
+@pytest.mark.parametrize("backend", slow_but(["trio", "asyncio"], "trio"))
+def test_command_line_code_that_cannot_be_stopped_ends_with_the_process(
+    backend: str, tmp_path: Path
+) -> None:
+    (tmp_path / "agents.py").write_text(ENDLESS)
     (tmp_path / "config.py").write_text(
         """
 import attrs
@@ -66,9 +78,9 @@ limits = LimitsConfig(generation_s=1, turn_s=1, tool_s=1, trajectory_s=1, cleanu
 config = Scenario(seed=1).reply("", "Well.").config(placement=InProcessPlacement(), limits=limits)
 """
     )
-    (tmp_path / "prompts.jsonl").write_text(
-        '{"prompt": "go", "agent_name": "endless"}\n{"prompt": "go", "agent_name": "single_turn"}\n'
-    )
+    names = ("shields", "swallows_in_a_child", "single_turn")
+    prompts = [json.dumps({"prompt": "go", "agent_name": name}) for name in names]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(prompts))
     arguments = ["run", "config.py", "--prompts", "prompts.jsonl", "--out", "out"]
     arguments += ["--agents", "agents.py", "--backend", backend]
     pipe = subprocess.PIPE
@@ -76,49 +88,28 @@ config = Scenario(seed=1).reply("", "Well.").config(placement=InProcessPlacement
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     last = errors.splitlines()[-1]
-    assert last.startswith("error: agent Endless at ")
+    assert last.startswith("error: agent ")
+    assert "agent Shields at " in last
+    assert "agent Child at " in last
     assert last.endswith("did not end within limits.cleanup_s = 0.5 s; the results are in out")
     trajectories = RolloutBatch.load(tmp_path / "out").trajectories
-    ends = {(each.outcome, each.reason) for each in trajectories}
-    assert ends == {(Outcome.FAILED, "unresponsive"), (Outcome.COMPLETED, "")}
+    ends = [(each.outcome, each.reason) for each in trajectories]
+    assert ends == [(Outcome.FAILED, "unresponsive")] * 2 + [(Outcome.COMPLETED, "")]
 
 
-SWALLOWS = {
-    "plain": "await swallow()",
-    "in a scope": "with anyio.CancelScope():\n            await swallow()",
-    "in a task group": "async with anyio.create_task_group():\n            await swallow()",
-}
-
-
-@pytest.mark.parametrize(
-    ("how", "backend"),
-    slow_but(
-        product(SWALLOWS, ("trio", "asyncio")), ("plain", "asyncio"), ("in a task group", "trio")
-    ),
-)
-def test_process_ends_after_code_that_swallows_its_cancellation(how: str, backend: str) -> None:
+@pytest.mark.parametrize("backend", slow_but(["trio", "asyncio"], "asyncio"))
+def test_process_ends_after_code_that_swallows_its_cancellation(backend: str) -> None:
     program = f"""
-import anyio
-import rollout
+{ENDLESS}
+{SWALLOWS}
 from rollout.config import LimitsConfig
 from rollout.testing import Scenario
-
-async def swallow():
-    while True:
-        try:
-            await anyio.sleep_forever()
-        except BaseException:
-            pass
-
-@rollout.register_agent("swallows")
-class Swallows(rollout.AgentLoop):
-    async def run(self, context):
-        {SWALLOWS[how]}
 
 async def main():
     limits = LimitsConfig(generation_s=1, turn_s=1, tool_s=1, trajectory_s=1, cleanup_s=0.5)
     config = Scenario(seed=1).reply("", "Well.").config(limits=limits)
-    prompts = [rollout.Prompt("go", agent_name=name) for name in ("swallows", "single_turn")]
+    names = ["swallows", "swallows_in_a_scope", "swallows_in_a_task_group", "single_turn"]
+    prompts = [rollout.Prompt("go", agent_name=name) for name in names]
     async with rollout.open_rollout(config) as runtime:
         batch = await runtime.generate(prompts)
     print([(each.outcome.value, each.reason) for each in batch.trajectories])
@@ -128,4 +119,5 @@ anyio.run(main, backend={backend!r})
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "[('failed', 'unresponsive'), ('completed', '')]\n"
+    ends = [("failed", "unresponsive")] * 3 + [("completed", "")]
+    assert done.stdout == f"{ends}\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slow_cases import slow_but
+from slow_cases import slow_after, slow_but
 
 pytestmark = pytest.mark.process
 SCRIPT = '''
@@ -92,6 +92,7 @@ def test_script_without_guard_ends_at_once_and_names_the_guard(
     assert said.count("imported\n") == 2
 
 
+@pytest.mark.slow
 def test_script_without_guard_that_exits_by_itself_names_the_guard(tmp_path: Path) -> None:
     end = "try:\n    main()\nexcept Exception as error:\n    print(error)\n    sys.exit(1)"
     said = run(tmp_path, "reward", "async", "trio", end)
@@ -120,11 +121,14 @@ def test_script_with_guard_works(tmp_path: Path, what: str) -> None:
 @pytest.mark.parametrize("what", slow_but(["reward", "tool"], "reward"))
 @pytest.mark.parametrize(
     ("first", "words"),
-    [
-        ("if __name__ != '__main__': 1 / 0", "ZeroDivisionError: division by zero"),
-        ("if __name__ != '__main__': sys.exit(3)", "SystemExit: 3"),
-        ("import os\nif __name__ != '__main__': os._exit(9)", "exit code 9"),
-    ],
+    slow_after(
+        1,
+        [
+            ("import os\nif __name__ != '__main__': os._exit(9)", "exit code 9"),
+            ("if __name__ != '__main__': 1 / 0", "ZeroDivisionError: division by zero"),
+            ("if __name__ != '__main__': sys.exit(3)", "SystemExit: 3"),
+        ],
+    ),
 )
 def test_script_whose_import_fails_otherwise_is_told_so(
     tmp_path: Path, what: str, first: str, words: str

@@ -8,6 +8,7 @@ the engine was given, and for simulated engines with what they said.
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -17,7 +18,7 @@ from rollout.engine.cores.simulated.simulated_model import SimulatedModel
 from rollout.seeds import session_name, split_session
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from harness.call_records import CallRecord, GenerationRecord
     from harness.transcript_checks import Facts
@@ -72,10 +73,11 @@ def sampling_anomalies(
             yield f"{session}: a generation for a trajectory that {call.kind} was not asked for"
             continue
         uid, member, prompt = prompts[trajectory]
-        for turn in _turns(several):
+        seed_of_turn = partial(seed_of, run_seed, call.step, uid, member, path=path)
+        for turn in _turns(several, seed_of_turn):
             seed = turn.record.sampling.seed  # where its caller gave one
             if not turn.record.generation.is_seeded:
-                seed = seed_of(run_seed, call.step, uid, member, turn.number, path)
+                seed = seed_of_turn(turn.number)
             expected = _expected(turn, prompt, call.is_validation, seed, facts)
             where = f"{session}: generation {turn.number}"
             for part in turn.record.generation.parts:
@@ -110,12 +112,19 @@ def _prompts_by_session(call: CallRecord) -> Mapping[str, tuple[str, int, Prompt
     }
 
 
-def _turns(several: Sequence[GenerationRecord]) -> Iterator[_Turn]:
-    """The generations of a trajectory; one that begins as the first did begins an attempt."""
-    number = 0
+def _turns(
+    several: Sequence[GenerationRecord], seed_of_turn: Callable[[int], int]
+) -> Iterator[_Turn]:
+    """The generations of a trajectory; one that begins as the first did begins an attempt.
+
+    Or its agent asks once more after an answer without a token: then its seed is the next one.
+    """
+    number, was_empty = 0, False
     for record in several:
         if record.prompt_ids == several[0].prompt_ids:
-            number = 0
+            is_next = was_empty and record.sampling.seed == seed_of_turn(number)
+            number = number if is_next else 0
+        was_empty = not record.generation.ids
         yield _Turn(record, number, len(several[0].prompt_ids) // 4)
         number += record.has_output
 

@@ -74,6 +74,8 @@ class _ExpectedCounts:
 
     Attributes:
         counts: What the channel should have counted.
+        late_or_refused: Tokens of the faulty chunk, counted as late here, that came when the caller
+            left: refused if it came just before.
         fault: What the agent should not have, or should have; empty if all is well.
     """
 
@@ -86,6 +88,7 @@ class _ExpectedCounts:
         is_lossy: bool,
     ) -> None:
         self.counts = TokenCounts()
+        self.late_or_refused = 0
         self.fault = ""
         self._is_lossy = is_lossy
         self._had = part.count if part is not None else 0
@@ -104,13 +107,15 @@ class _ExpectedCounts:
     def _take(self, chunk: Chunk) -> None:
         count, ends = len(chunk.ids) // 4, chunk.finish_reason is not None
         have = len(self._ids) // 4
+        is_faulty = len(chunk.log_probs) != len(chunk.ids) or chunk.offset > have
         if self._state == "live" and self._is_cut and have == self._had and (count or ends):
             self._state = "given up"  # its caller was gone by then
+            self.late_or_refused = count if is_faulty else 0
         if self._state == "ended":
             self.counts.repeated += count
         elif self._state == "given up":
             self.counts.late += count
-        elif len(chunk.log_probs) != len(chunk.ids) or chunk.offset > have:
+        elif is_faulty:
             self.counts.refused += count
             self._state = "given up"
         elif chunk.offset < have:
@@ -221,6 +226,8 @@ def _replica_anomalies(
                 setattr(at_most, kind, getattr(at_most, kind) + count)
                 if core.is_serving:
                     setattr(sure, kind, getattr(sure, kind) + count)
+            at_most.refused += expected_counts.late_or_refused
+            sure.late -= expected_counts.late_or_refused if core.is_serving else 0
     for kind in KINDS[1:]:
         low, number, high = getattr(sure, kind), getattr(counted, kind), getattr(at_most, kind)
         if not low <= number <= high:

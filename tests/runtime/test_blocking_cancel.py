@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio  # noqa: TID251  (a task of the user's is cancelled)
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -75,6 +76,24 @@ def test_agenerate_cancelled_before_it_begins_runs_nothing(
         assert anyio.run(main, backend=backend)
     assert runtime.statistics().admitted == admitted + 1  # the one that held the loop
     assert runtime.generate([OTHER]).trajectories[0].answer == "ok"
+
+
+def test_agenerate_of_a_cancelled_asyncio_task_runs_nothing(runtime: BlockingRollout) -> None:
+    async def main() -> None:
+        task = asyncio.ensure_future(runtime.agenerate([OTHER]))
+        await anyio.wait_all_tasks_blocked()  # it waits for the loop that is held
+        task.cancel()
+        released_soon = threading.Timer(0.05, released.set)
+        released_soon.start()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        released_soon.join()
+
+    admitted = runtime.statistics().admitted
+    with held_loop(runtime):
+        anyio.run(main, backend="asyncio")
+    runtime.generate([OTHER])
+    assert runtime.statistics().admitted == admitted + 2  # the one that held the loop, and this
 
 
 def call_stream(runtime: BlockingRollout) -> None:

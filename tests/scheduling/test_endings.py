@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import anyio
 import pytest
 
 import rollout
@@ -166,3 +167,12 @@ async def test_call_that_goes_well_logs_nothing(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.INFO, "rollout.scheduling"):
         await run([user()])
     assert caplog.messages == []
+
+
+async def test_caller_that_is_cancelled_as_it_leaves_a_stream_gets_its_cancellation() -> None:
+    config = Scenario(seed=1).reply("", "ok").config()
+    with anyio.CancelScope() as scope:
+        async with rollout.open_rollout(config) as runtime:
+            async with runtime.stream([Prompt("go")]):
+                scope.cancel()
+    assert scope.cancelled_caught

@@ -449,6 +449,17 @@ class Busy(AgentLoop):
 rollout.register_agent("busy_before_its_turn")(Busy)
 
 
+class Uneven(AgentLoop):
+    """Generates, and where its member's number is odd works on for 30 s."""
+
+    async def run(self, context: AgentContext) -> None:
+        await context.generate()
+        await anyio.sleep(30.0 * (context.identity.member % 2))
+
+
+rollout.register_agent("odd_ones_are_slow")(Uneven)
+
+
 @pytest.mark.parametrize(("group_s", "outcome"), [(12.0, "completed"), (8.0, "deadline")])
 async def test_time_that_the_runtime_sleeps_is_not_a_groups_own_while_its_agents_work(
     group_s: float, outcome: str
@@ -476,4 +487,27 @@ async def test_member_that_waits_for_a_place_ends_with_its_groups_time() -> None
     assert [(t.outcome, t.limit_source) for t in batch.trajectories] == [
         (Outcome.COMPLETED, None),
         (Outcome.DEADLINE, "scheduling.groups.group_s"),
+    ]
+
+
+REWARDS: dict[str, Any] = {
+    "reward": lambda trajectory: 1.0,
+    "group_reward": lambda group: [1.0] * len(group.trajectories),
+}
+
+
+@pytest.mark.parametrize("what", REWARDS)
+async def test_agent_that_its_groups_time_cuts_off_is_rewarded_where_it_is_trainable(
+    what: str,
+) -> None:
+    two = config(
+        members=2,
+        agent="odd_ones_are_slow",
+        scheduling={"trainable": ("completed", "deadline")},
+    )
+    async with rollout.open_rollout(two, **{what: REWARDS[what]}) as runtime:
+        batch = await runtime.collect(source(), 1, policy=GroupPolicy(group_s=6.0))
+    assert [(t.outcome, t.reward, t.trainable) for t in batch.trajectories] == [
+        (Outcome.COMPLETED, 1.0, True),
+        (Outcome.DEADLINE, 1.0, True),
     ]

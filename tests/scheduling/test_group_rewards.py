@@ -215,12 +215,49 @@ async def test_group_reward_past_its_deadline_leaves_the_group_unrewarded() -> N
     assert all(each.reward is not None for each in fine)
 
 
+@pytest.mark.parametrize("ends", ["limits.reward_s", "cancel"])
+async def test_reward_that_swallows_its_end_and_returns_counts_for_nothing(ends: str) -> None:
+    async def swallow(trajectory: Trajectory) -> float:
+        try:
+            await anyio.sleep_forever()
+        except BaseException:
+            return 1.0
+
+    async def cancel(runtime: Any) -> None:
+        await anyio.sleep(30)
+        assert runtime.cancel(reason="enough") == MEMBERS
+
+    during = cancel if ends == "cancel" else None
+    batch = await run(None, 1, reward=swallow, during=during, reward_s=100 if during else 10)
+    expected: tuple[Any, ...] = (Outcome.DEADLINE, "reward", ends)
+    if during is not None:
+        expected = (Outcome.CANCELLED, "enough", None)
+    for each in batch.trajectories:
+        assert (each.outcome, each.reason, each.limit_source) == expected
+        assert each.reward is None
+        assert not each.trainable
+
+
 async def test_group_reward_past_the_batch_deadline_names_that() -> None:
     async def function(group: Group) -> list[float]:
         await anyio.sleep_forever()
         return []
 
     batch = await run(function, 1, batch_s=20, reward_s=100)
+    assert {each.limit_source for each in batch.trajectories} == {"limits.batch_s"}
+
+
+async def test_members_whose_group_the_batch_deadline_ends_before_its_reward_say_so() -> None:
+    async def wait(trajectory: Trajectory) -> float:
+        await anyio.sleep(10_000.0 if trajectory.member == 0 else 0.0)
+        return 0.0
+
+    batch = await run(by_length, 1, reward=wait, batch_s=1000, reward_s=20_000)
+    ends = [(each.outcome, each.reason) for each in batch.trajectories]
+    assert ends == [
+        (Outcome.DEADLINE, "reward"),
+        *[(Outcome.DEADLINE, "group_reward")] * (MEMBERS - 1),
+    ]
     assert {each.limit_source for each in batch.trajectories} == {"limits.batch_s"}
 
 

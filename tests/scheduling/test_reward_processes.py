@@ -301,6 +301,14 @@ async def test_reward_process_and_its_driver_hand_over_what_msgpack_can_hold() -
     assert one.extra["echo"] == {**given, "data": {"held": [1, "\ufffd"]}}
 
 
+@pytest.mark.parametrize("processes", [0, 1])
+async def test_reward_that_a_file_holds_is_named_by_it(tmp_path: Path, processes: int) -> None:
+    (tmp_path / "rewards.py").write_text("def score(trajectory):\n    return 0.5\n")
+    reward = f"{tmp_path}/rewards.py:score"
+    (one,) = (await rewarded([user()], reward, processes=processes)).trajectories
+    assert one.reward == 0.5
+
+
 UNIMPORTABLE = [
     (
         lambda trajectory: 1.0,

@@ -258,7 +258,6 @@ def test_function_tool_context_parameter_is_hidden_and_missing_descriptions_are_
 
     tool = function_tool(f)
     assert list(tool.schema["function"]["parameters"]["properties"]) == ["a", "b", "c"]
-    assert tool.parameters.context_name == "context"
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "'f': the model sees no description of 'a', 'b'" in record.getMessage()

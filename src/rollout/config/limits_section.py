@@ -41,7 +41,7 @@ class LimitsConfig(Section):
     """
 
     section: ClassVar[str] = "limits"
-    #: One request to an engine, with its waiting.
+    #: One generation: its waiting, and all its requests to engines.
     generation_s: Positive | None = 600.0
     #: One tool call.
     tool_s: Positive | None = 60.0
@@ -49,14 +49,15 @@ class LimitsConfig(Section):
     turn_s: Positive | None = 900.0
     #: From the admission past the limiter to the agent's end.
     trajectory_s: Positive | None = 3600.0
-    #: From the call of `generate`.
+    #: From the call of `generate`, `stream` or `collect`.
     batch_s: Positive | None = 7200.0
     #: One call of the reward function.
     reward_s: Positive | None = 300.0
     #: How long tools stay open while their trajectory is carried from one call to the next
     #: (`scheduling.groups.surplus`).
     carry_s: Positive | None = 1800.0
-    #: Closing a tool, an interaction or a request, shielded from cancellation.
+    #: Closing a tool, an interaction or a request, shielded from cancellation; and what cancelled
+    #: code, or a killed process, has to end.
     cleanup_s: Positive = 5.0
 
     @classmethod

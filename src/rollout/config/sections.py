@@ -89,7 +89,8 @@ class RouterConfig(Section):
 
     section: ClassVar[str] = "router"
     #: ``estimated_seconds``: the least tokens in flight, by each replica's measured speed;
-    #: ``least_requests``; ``round_robin``. In all three a trajectory stays where it is at first.
+    #: ``least_requests``; ``round_robin``. A trajectory stays where it is; the first two
+    #: move it past a margin.
     strategy: StrategyName = "estimated_seconds"
     #: With ``estimated_seconds``: a trajectory moves when another replica should answer more than
     #: this much sooner, even though it has to compute the prefix again.

@@ -14,8 +14,7 @@ from rollout.chat.messages import template_messages
 from rollout.chat.reward_values import BadRewardError, finite_number
 from rollout.errors import ToolError
 from rollout.tools.function_tools import FunctionTool
-from rollout.tools.policy import ToolPolicy
-from rollout.tools.tool import Tool, ToolContext, ToolProvider, ToolSession
+from rollout.tools.tool import Tool, ToolContext, ToolPolicy, ToolProvider, ToolSession
 from rollout.worker_threads import is_async
 
 if TYPE_CHECKING:
@@ -185,9 +184,9 @@ class _MethodSession(ToolSession):
         function = self._environment.functions.get(self._name)
         if function is None:
             raise ToolError(f"{self._name!r}: {self._environment.title} has no such method")
-        arguments = function.parameters.check(call.arguments)
-        if function.parameters.context_name is not None:
-            arguments[function.parameters.context_name] = self._context
+        arguments = function._read_arguments(call.arguments)
+        if function.context_name:
+            arguments[function.context_name] = self._context
         return await self._environment.call(self._name, **arguments)
 
 

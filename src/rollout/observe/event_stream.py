@@ -128,9 +128,9 @@ class EventStream:
             notes.append(len(facts))
             notes += facts
 
-    def tell_event(self, trajectory: int, event: Event) -> None:
+    def tell_event(self, trajectory: int, event: Event, subject: Any = None) -> None:
         """`tell` an event that is made already."""
-        self.tell(lambda _, facts: (facts[1], None), (trajectory, event))
+        self.tell(lambda _, facts: (facts[1], facts[2]), (trajectory, event, subject))
 
     def tell_from_thread(self, make: Make, facts: tuple[Any, ...]) -> None:
         """`tell`, from whatever thread; from another one than the loop's it happens soon."""

@@ -132,8 +132,9 @@ def _awaited(
     @functools.wraps(method)
     async def run(self: BlockingRollout, /, *args: P.args, **named: P.kwargs) -> T:
         function = functools.partial(method, self._target, *args, **named)
-        call = await anyio.to_thread.run_sync(self._start, function)
+        call = _Call(function)
         try:
+            await anyio.to_thread.run_sync(self._start, call)
             result: T = await wait_future(call)
         except BaseException:  # the call's error, a cancellation, or a Ctrl-C in this thread
             if self._begin_end(call):
@@ -315,7 +316,8 @@ class BlockingRollout:
         Args:
             is_ended: Whether an exception that reaches this thread meanwhile ends the call.
         """
-        call = self._start(function)
+        call = _Call(function)
+        self._start(call)
         try:
             return call.result()
         except BaseException:
@@ -323,10 +325,9 @@ class BlockingRollout:
                 self._end(call)
             raise
 
-    def _start(self, function: Callable[[], Any]) -> _Call:
-        """Have a function called on the loop, which this thread waits for until it begins."""
+    def _start(self, call: _Call) -> None:
+        """Have a call performed on the loop, which this thread waits for until it begins."""
         self._refuse_thread("a blocking method")
-        call = _Call(function)
         try:
             with self._lock:
                 if not self._is_open:
@@ -337,7 +338,6 @@ class BlockingRollout:
         except BaseException:
             self._end(call)
             raise
-        return call
 
     def _end(self, call: _Call) -> None:
         """Cancel a call, and wait for its end."""
@@ -364,7 +364,8 @@ class BlockingRollout:
                 opened.set_result((value, leaving))
                 await leaving.wait()
 
-        call = self._start(hold_open)
+        call = _Call(hold_open)
+        self._start(call)
         try:
             wait([opened, call], return_when=FIRST_COMPLETED)
             if not opened.done():

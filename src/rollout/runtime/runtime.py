@@ -192,6 +192,7 @@ class RolloutRuntime:
                         raise  # else its receiver was closed with the runtime
             error = None if call.was_left else call.find_error()
             if error is not None:
+                await anyio.lowlevel.checkpoint_if_cancelled()  # which ends the call's task too
                 rows = call.list_trajectories()
                 attach(error, await self._collation.batch(rows, window))
                 raise error

@@ -140,7 +140,7 @@ class Call:
             scope.cancel()
         while self._judging:
             await self.scheduler.wait_change()
-        left = self.groups.take_leftovers(is_over=self.is_closed)
+        left = self.groups.take_leftovers(may_carry=not self.is_closed)
         cancel_members(left.surplus, self.surplus_reason)
         await self._leave(left)
         self._bad.log()
@@ -268,9 +268,8 @@ class Call:
     async def _finish_unstarted(self, member: Member, trajectory: Trajectory) -> None:
         """End a member whose agent does not run: it was cancelled, or is in the journal."""
         self._note_admitted()
-        judge = self._note_end(member, trajectory)
-        if judge is not None:  # in a task of its own, as this loop must not wait for rewards
-            self.scheduler.start(partial(self._guard, judge))
+        if self._note_end(member, trajectory):
+            self._start_judging(member.group)
         await self._deliver_alone(member, trajectory)
 
     async def _watch_deadlines(self) -> None:
@@ -302,15 +301,12 @@ class Call:
 
     async def finish_member(self, member: Member, trajectory: Trajectory) -> None:
         """Note the end of a member, and judge its group where that was the last one wanted."""
-        judge = self._note_end(member, trajectory)
-        if judge is not None:
-            await judge()
+        if self._note_end(member, trajectory):
+            await self._judge(member.group, self._complete(member.group))
         await self._deliver_alone(member, trajectory)
 
-    def _note_end(
-        self, member: Member, trajectory: Trajectory
-    ) -> Callable[[], Awaitable[None]] | None:
-        """Count an outcome, and write it to the journal; return what judges a complete group."""
+    def _note_end(self, member: Member, trajectory: Trajectory) -> bool:
+        """Count an outcome, and write it to the journal; whether its group is to be judged now."""
         group, ended = member.group, Ended(member, trajectory)
         member.concluding_since = anyio.current_time()
         is_surplus, again = group.is_complete, self.groups.record_end(ended)
@@ -326,18 +322,15 @@ class Call:
             self._untold[member] = trajectory
         else:
             self.scheduler.tell_end(member, trajectory)
-        self._count(trajectory, is_wanted=is_wanted, is_again=again is not None)
-        if not is_wanted or not self.groups.can_judge(group):
-            return None
-        return self._complete(group)
+        self._count(trajectory, is_wanted=is_wanted)
+        return is_wanted and self.groups.can_judge(group)
 
-    def _count(self, trajectory: Trajectory, *, is_wanted: bool, is_again: bool = False) -> None:
+    def _count(self, trajectory: Trajectory, *, is_wanted: bool) -> None:
         """Note a trajectory in the counts of the call, which ends where too many have failed.
 
         Args:
             is_wanted: Whether it may be taken, and counts for `scheduling.max_failures`: it is no
                 surplus, and not restarted.
-            is_again: Whether its member is restarted.
         """
         self._bad.add(trajectory, is_wanted=is_wanted)
         if is_wanted:
@@ -357,12 +350,17 @@ class Call:
 
     # Groups.
 
-    def _complete(self, group: MemberGroup) -> Callable[[], Awaitable[None]]:
-        """Cancel the members of a complete group that are not wanted; return what judges it."""
+    def _start_judging(self, group: MemberGroup) -> None:
+        """Judge a complete group in a task of its own: who admits must not wait for rewards."""
+        judge = partial(self._judge, group, self._complete(group))
+        self.scheduler.start(partial(self._guard, judge))
+
+    def _complete(self, group: MemberGroup) -> Sequence[Ended]:
+        """Cancel the members of a complete group that are not wanted; return the wanted ones."""
         wanted = group.choose(self.groups.wanted.members)
         cancel_members(self.groups.complete(group), SURPLUS)
         self._judging += 1
-        return partial(self._judge, group, wanted)
+        return wanted
 
     async def _judge(self, group: MemberGroup, wanted: Sequence[Ended]) -> None:
         """Drop a complete group, or have it rewarded and handed over."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -187,7 +186,7 @@ class GroupCall(Call):
             self.selection.note_cut_off(member.tokens)
         carried = [group for group in left.groups if group.is_carried]
         others = [group for group in left.groups if not group.is_carried]
-        self._queue.keep(carried)  # at once: `cancel` finds them while others clean up
+        self._queue.keep(carried)  # at once, while others clean up
         await super()._leave(left)
         self._queue.keep(others)
 
@@ -234,10 +233,9 @@ class GroupCall(Call):
         self.groups.adopt(group)
         between, group.between = group.between, []
         for ended in between:  # their outcomes were counted when they ended
-            is_again = self.groups.record_end(ended) is not None
-            self._count(ended.trajectory, is_wanted=not is_again, is_again=is_again)
+            self._count(ended.trajectory, is_wanted=self.groups.record_end(ended) is None)
         if self.groups.can_judge(group):
-            self.scheduler.start(partial(self._guard, self._complete(group)))
+            self._start_judging(group)
         return True
 
     def _check_source(self) -> None:
@@ -257,9 +255,8 @@ class GroupCall(Call):
 
     # What becomes of groups.
 
-    def _count(self, trajectory: Trajectory, *, is_wanted: bool, is_again: bool = False) -> None:
+    def _count(self, trajectory: Trajectory, *, is_wanted: bool) -> None:
         self.selection.note_end(trajectory)
-        self.selection.refilled += is_again
         super()._count(trajectory, is_wanted=is_wanted)
 
     def _note_rewards(self, wanted: Sequence[Ended]) -> None:

@@ -262,6 +262,7 @@ class Groups:
             again = Member(member.prompt, member.identity, group, refills=refills, log=member.log)
             group.waiting.append(again)
             self._with_waiting.appendleft(group)
+            self.counts["refilled"] += 1
             return again
         group.ended.append(ended)
         # What an earlier process delivered is what its caller has, whatever ended its members.
@@ -341,7 +342,7 @@ class Groups:
             self._ready.extendleft(reversed(groups))
         return not self._is_over
 
-    def take_leftovers(self, *, is_over: bool = False) -> Leftovers:
+    def take_leftovers(self, *, may_carry: bool = True) -> Leftovers:
         """End the call: what it has and did not take is left, as `surplus` says.
 
         A group that is complete and not judged, because its reward was interrupted, is like one
@@ -349,11 +350,11 @@ class Groups:
         left.
 
         Args:
-            is_over: Nothing is carried, because the runtime is being closed.
+            may_carry: False while the runtime is being closed.
         """
         self.stop()
         self._is_over = True
-        carries = self.wanted.surplus == "carry" and not is_over
+        carries = self.wanted.surplus == "carry" and may_carry
         left = Leftovers([*self._ready], [], [])
         self.counts["carried"] += len(self._ready)
         for group in self.open:
@@ -374,7 +375,7 @@ class Groups:
     def count(self) -> dict[str, float]:
         """Count groups by what became of them; see `Selection`."""
         counts = self.counts
-        names = ("refused", "cancelled", "carried", "restarted")
+        names = ("refused", "cancelled", "carried", "restarted", "refilled")
         return {
             "groups/accepted": float(self.consumed),
             "groups/dropped": float(counts["dropped"] + counts["replaced"]),

@@ -124,7 +124,7 @@ class Stage(IntEnum):
     COMPLETE = 1
     #: `group_reward` was called, where there is one.
     REWARDED = 2
-    #: `accept` raised.
+    #: `accept` raised, or was not called, as the call had refused too many groups.
     UNJUDGED = 3
 
 
@@ -151,7 +151,7 @@ class RecordedGroup:
 
 @attrs.define(eq=False)
 class MemberGroup:
-    """A prompt, and its members: each is in one of `waiting`, `running`, `ended` and `between`.
+    """A prompt, and its members: each that counts is in `waiting`, `running`, `ended` or `between`.
 
     Attributes:
         number: Its number among the prompts of its call, or among all that the runtime pulled.
@@ -264,7 +264,7 @@ class MemberGroup:
             self.waiting.remove(member)
 
     def restart(self) -> MemberGroup:
-        """Make a group of the same prompt, without members, as it was when it was pulled."""
+        """Make a group of the same prompt and number, without members."""
         return MemberGroup(self.number, self.prompt)
 
 

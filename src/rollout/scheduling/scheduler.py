@@ -8,6 +8,7 @@ import anyio
 
 from rollout.agents.ending import Ending
 from rollout.containment import enter_containment
+from rollout.limits import call_limit
 from rollout.scheduling.endings import CLOSED, make_unstarted
 from rollout.scheduling.group_queue import GroupQueue
 from rollout.scheduling.member_group import Ended, cancel_members
@@ -156,6 +157,7 @@ class Scheduler:
         """Run a member to its trajectory, have its call take that, and free the slot."""
         member = run.member
         enter_containment(self._containment)
+        call_limit.set(None)  # where a tool makes this call, its limit is none of the member's
         try:
             trajectory = await run_trajectory(self._runner, run)
             if member.group.call is None:

@@ -73,7 +73,6 @@ def call_accept(accept: Accept | None, group: Group) -> bool:
 class Selection:
     """What a call took of what it had run, in numbers.
 
-    * ``groups/refilled``: members that failed and were restarted;
     * ``selection/length/{accepted,finished,started}``: mean sampled tokens of trajectories: of
       groups that were taken; of all that ended by themselves; of those and of all that were cut
       off (cancelled, carried, or ended by a deadline of the call or the group), as far as they had
@@ -92,7 +91,6 @@ class Selection:
     """
 
     def __init__(self, *, by_group: bool = False) -> None:
-        self.refilled = 0
         self._by_group = by_group
         #: How many ended, or were cut off, at each length: a stream may have millions.
         self._lengths: Counter[tuple[int, bool]] = Counter()
@@ -141,7 +139,7 @@ class Selection:
         Args:
             running: Lengths so far of those that run, as of `note_cut_off`.
         """
-        found = {"groups/refilled": float(self.refilled)}
+        found = {}
         started = self._lengths + Counter((each, True) for each in running if each is not None)
         finished = Counter({key: number for key, number in started.items() if not key[1]})
         lengths = {"accepted": self._accepted, "finished": finished, "started": started}

@@ -40,6 +40,7 @@ from rollout.scheduling.endings import (
     explain_cut,
     make_unstarted,
 )
+from rollout.scheduling.member_group import GROUP_S
 from rollout.scheduling.rewards.score import Rewarding
 from rollout.scheduling.tokenization import COMPARED, TokenizationCheck
 from rollout.scheduling.trajectory_events import emit_started
@@ -98,7 +99,7 @@ class TrajectoryRun:
         self.clock = member.clock = Clock(deadline)
         self.started = containment.clock()
         self.attempt = 1
-        self.what = "an agent"
+        self.what = ""
         self.context: AgentContext
         self.code: Contained[None]
         self.cause: Cause | None = None
@@ -138,9 +139,9 @@ async def run_trajectory(runner: TrajectoryRunner, run: TrajectoryRun) -> Trajec
     """Run a member from its admission to its outcome; its trajectory says what happened to it.
 
     The agent runs in a task of its own, within the trajectory's limits. It runs again, from the
-    start, where its engine failed a request, its sandbox was lost, or one of its tools cannot
-    continue; of a lost replica, whose requests resume elsewhere, it learns nothing. Then how it
-    ended is judged, and the reward is called, while the sandbox is still open.
+    start, where its engine failed a request or its sandbox was lost; of a lost replica, whose
+    requests resume elsewhere, it learns nothing. Then how it ended is judged, and the reward is
+    called, while the sandbox is still open.
 
     Cancellation ends the agent or the reward, bounded, and passes through.
     """
@@ -159,6 +160,8 @@ async def run_trajectory(runner: TrajectoryRunner, run: TrajectoryRun) -> Trajec
             if _runs_again(services, run, ending):
                 run.begin_again()
                 continue
+            if member.deadline_met is not None and member.deadline_met.source == GROUP_S:
+                member.deadline_met = None  # a group's time ends agents, not their rewards
             drift = None
             if ending.outcome in COMPARED:
                 drift, fault = await runner.tokens.check(run.context)
@@ -422,12 +425,10 @@ async def _reward(runner: TrajectoryRunner, run: TrajectoryRun, trajectory: Traj
                 apply_reward(trajectory, check_reward_value(own, trajectory, "the agent"))
             except BadRewardError as error:
                 end_without_reward(trajectory, Outcome.FAILED, "reward", None, Cause.of(error))
-    elif run.member.deadline_met is None:
-        if events.is_on:
-            enter_trajectory(events, run.member.identity.number)
-        await runner.rewarding.reward(run.member, trajectory, lambda: context.sandbox)
-    else:  # no time is left to learn its reward
-        exclude(trajectory)
+        return
+    if events.is_on:
+        enter_trajectory(events, run.member.identity.number)
+    await runner.rewarding.reward(run.member, trajectory, lambda: context.sandbox)
 
 
 def _add_times(run: TrajectoryRun, trajectory: Trajectory) -> None:

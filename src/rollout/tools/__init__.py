@@ -13,10 +13,9 @@ from rollout.tools.function_tools import FunctionTool, function_tool
 from rollout.tools.langchain import langchain_tools
 from rollout.tools.loading import load_tools
 from rollout.tools.mcp import connect_mcp
-from rollout.tools.policy import ToolPolicy, TransientError
 from rollout.tools.results import ToolResult, normalise_result, truncate_text
 from rollout.tools.sandbox_tools import EditTool, PythonTool, ShellTool
-from rollout.tools.tool import Tool, ToolContext, ToolSession
+from rollout.tools.tool import Tool, ToolContext, ToolPolicy, ToolSession, TransientError
 from rollout.tools.trajectory_tools import TrajectoryTools
 
 __all__ = [

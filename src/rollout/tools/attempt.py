@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import anyio
 import msgspec
 
-from rollout.containment import Contained, containment_here, current_containment
+from rollout.containment import Contained, containment_here
 from rollout.errors import ToolError
 from rollout.limits import call_limit
 from rollout.scopes import find_exception, release_token
@@ -53,12 +53,9 @@ async def attempt(
         LimitExceeded: So was a limit around `limit`.
         UnresponsiveError: It was cancelled, and did not end.
     """
-    containment = current_containment()
-    if containment is None:  # outside of a runtime
-        async with containment_here():
-            return await attempt(action, limit=limit, what=what, activity=activity)
-    code: Contained[T] = Contained(containment, what, activity)
-    return await conclude(code, code.run(action), limit)
+    async with containment_here() as containment:
+        code: Contained[T] = Contained(containment, what, activity)
+        return await conclude(code, code.run(action), limit)
 
 
 async def conclude(code: Contained[T], running: Awaitable[object], limit: Limit) -> T:
@@ -90,10 +87,8 @@ def describe(error: BaseException) -> str:
     message = read_message(leaf)
     if len(message) > MAX_MESSAGE:
         message = message[:MAX_MESSAGE] + "…"
-    if isinstance(leaf, ToolError) and message:
-        return message
-    name = type(leaf).__name__
-    return f"{name}: {message}" if message else name
+    name = "" if isinstance(leaf, ToolError) and message else type(leaf).__name__
+    return ": ".join(filter(None, (name, message)))
 
 
 class ToolGate:
@@ -210,18 +205,17 @@ class ToolGate:
         After too many in a row further calls are refused.
         """
         self._failures, self._last_failure = self._failures + 1, str(error)
-        limit, now = self.policy.breaker_failures, anyio.current_time()
-        if limit is not None and self._failures >= limit and now >= self._refuses_until:
-            self._refuses_until = now + self.policy.breaker_s
+        policy, now = self.policy, anyio.current_time()
+        if self._failures >= (policy.breaker_failures or math.inf) and now >= self._refuses_until:
+            self._refuses_until = now + policy.breaker_s
             logger.warning(
                 "tool %r: %d calls in a row failed, the last with: %s; calls are refused for %g s",
-                *(self.name, self._failures, error, self.policy.breaker_s),
+                *(self.name, self._failures, error, policy.breaker_s),
             )
         tally = self._tally.tool(self.name)
         tally.failed += 1
-        if not tally.first and error.__cause__ is not None:
-            cause = Cause.of(error.__cause__)
-            where = f"Traceback (most recent call last):\n{cause.traceback}"
-            tally.first = f"{where}{cause.type}: {cause.message}"
-        tally.first = tally.first or str(error)
+        if not tally.first:
+            cause = error.__cause__ and Cause.of(error.__cause__)
+            where = cause and f"Traceback (most recent call last):\n{cause.traceback}"
+            tally.first = f"{where}{cause.type}: {cause.message}" if cause else str(error)
         return error_result(str(error))

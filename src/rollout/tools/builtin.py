@@ -7,16 +7,14 @@ import operator
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Annotated, Any
 
 from rollout.config.checks import Rule, Url
 from rollout.errors import ToolError
 from rollout.tools.function_tools import FunctionTool, function_tool
-from rollout.tools.policy import ToolPolicy, TransientError, check_options
 from rollout.tools.results import ToolResult, error_result
 from rollout.tools.sandbox_tools import EditTool, PythonTool, ShellTool
-from rollout.tools.tool import Tool, ToolContext
+from rollout.tools.tool import Tool, ToolContext, ToolPolicy, TransientError, check_options
 
 #: The shipped tools that need no settings.
 SHIPPED = ("calculator", "edit", "finish", "python", "shell", "submit")
@@ -37,23 +35,16 @@ def is_shipped(names: str) -> bool:
 def make_shipped(
     names: Sequence[str], *, search_url: str = "", max_pictures: int = 0
 ) -> list[Tool]:
-    """One tool for each name.
+    """One tool for each name of `SHIPPED`, or ``search``.
 
     Args:
-        names: Of `SHIPPED`, or ``search``.
+        names: Of the tools.
         search_url: Of the retriever that the search asks.
         max_pictures: Of a program's call, which the model is shown; see `PythonTool`.
     """
-    makers: dict[str, Callable[[], Tool]] = {
-        "calculator": lambda: calculator,
-        "edit": EditTool,
-        "finish": lambda: finish,
-        "python": partial(PythonTool, max_pictures=max_pictures),
-        "search": partial(SearchTool, search_url),
-        "shell": partial(ShellTool, max_pictures=max_pictures),
-        "submit": lambda: submit,
-    }
-    return [makers[name]() for name in names]
+    python, shell = PythonTool(max_pictures=max_pictures), ShellTool(max_pictures=max_pictures)
+    made = {tool.name: tool for tool in (calculator, EditTool(), finish, python, shell, submit)}
+    return [made[name] if name in made else SearchTool(search_url) for name in names]
 
 
 @function_tool

@@ -13,9 +13,8 @@ from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
 from rollout.tools.attempt import ToolGate
 from rollout.tools.function_tools import FunctionTool
 from rollout.tools.langchain import is_langchain_tool, wrap_langchain_tool
-from rollout.tools.policy import ToolPolicy
 from rollout.tools.schemas import SchemaCheck, as_openai_schema, quote_all
-from rollout.tools.tool import Tool, ToolContext
+from rollout.tools.tool import Tool, ToolContext, ToolPolicy
 from rollout.tools.trajectory_tools import ToolSettings, TrajectoryTools
 
 if TYPE_CHECKING:
@@ -99,11 +98,11 @@ class ToolExecutor:
         Raises:
             ToolError: The first one that cannot says why.
         """
-        refs = []
         for gate in self._gates.values():
             await gate.tool.prepare()
-            if (ref := getattr(gate.tool, "function_ref", None)) is not None:
-                refs.append(ref)
+        # Only now: when a function was decorated its name led to nothing yet.
+        found = [getattr(gate.tool, "function_ref", None) for gate in self._gates.values()]
+        refs = [ref for ref in found if ref is not None]
         try:
             if refs:
                 await self._processes.prepare(refs, self._settings.tool_s, "limits.tool_s")

@@ -32,7 +32,6 @@ from rollout.child_processes import (
 from rollout.errors import ToolError
 from rollout.function_refs import FunctionRef, NotImportableError, check_top_level, function_ref
 from rollout.tools.attempt import describe
-from rollout.tools.policy import ToolPolicy, TransientError
 from rollout.tools.results import ToolResult, normalise_result
 from rollout.tools.schemas import (
     SchemaCheck,
@@ -41,7 +40,14 @@ from rollout.tools.schemas import (
     quote_all,
     write_path,
 )
-from rollout.tools.tool import METHOD_KWARGS, Tool, ToolContext, ToolSession
+from rollout.tools.tool import (
+    METHOD_KWARGS,
+    Tool,
+    ToolContext,
+    ToolPolicy,
+    ToolSession,
+    TransientError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -101,96 +107,6 @@ class _SchemaWriter(GenerateJsonSchema):
 
 def _one_or_all(names: list[str]) -> str | list[str]:
     return names[0] if len(names) == 1 else names
-
-
-class Parameters:
-    """The parameters of one function, but for an injected `ToolContext`.
-
-    With `is_documented` there must be a docstring and annotations; else, as the schema is given by
-    hand, a parameter without one takes any value.
-
-    Attributes:
-        description: What the docstring says before its sections.
-        context_name: The parameter that receives the `ToolContext`, or None.
-        schema: The JSON Schema of the arguments object.
-
-    Raises:
-        ToolError: It lists everything that must be written first.
-    """
-
-    def __init__(self, function: Callable[..., Any], tool: str, *, is_documented: bool) -> None:
-        self._tool = tool
-        self.context_name: str | None = None
-        self._takes_others = False  # as `**kwargs`
-        self.description, descriptions = parse_docstring(function.__doc__)
-        try:
-            hints = typing.get_type_hints(function, include_extras=True)
-        except Exception as error:  # names that annotations use may be anything, also missing
-            raise ToolError(
-                f"function tool {tool!r}: its annotations cannot be read ({error}): define or "
-                "import their names at module level, not under TYPE_CHECKING"
-            ) from error
-        faults: list[str] = []
-        fields: dict[str, Any] = {}
-        defaults: dict[str, Any] = {}
-        if is_documented and not self.description:
-            faults.append("its docstring must begin with what tells the model what the tool does")
-        for name, raw in inspect.signature(function).parameters.items():
-            if hints.get(name) is ToolContext:
-                self.context_name = name
-            elif raw.kind is raw.VAR_KEYWORD and not is_documented:
-                self._takes_others = True
-            elif fault := _find_fault(raw, is_documented=is_documented):
-                faults.append(fault)
-            else:
-                fields[name] = _describe_type(hints.get(name, Any), descriptions.get(name, ""))
-                if raw.default is not raw.empty:
-                    fields[name], defaults[name] = NotRequired[fields[name]], raw.default
-        try:
-            self._adapter = pydantic.TypeAdapter[dict[str, Any]](_make_dict("Arguments", fields))
-            written = self._adapter.json_schema(schema_generator=_SchemaWriter)
-            self.schema = inline_references(written)
-        except (TypeError, pydantic.PydanticUserError) as error:
-            why = str(error).partition("\n")[0].partition(". ")[0]
-            faults.append(
-                f"a parameter has a type without a schema ({why}): use str, int, float, bool, "
-                "list, dict, Literal, an Enum or a dataclass"
-            )
-        if faults:
-            raise ToolError(f"function tool {tool!r}: " + "; ".join(faults))
-        properties = self.schema["properties"]
-        for name, default in defaults.items():
-            with suppress(ValueError):  # what JSON has no word for, such as NaN, is not shown
-                text = json.dumps(to_jsonable_python(default), allow_nan=False)
-                properties[name]["default"] = json.loads(text)
-        undescribed = [name for name in properties if "description" not in properties[name]]
-        if is_documented and undescribed:
-            logger.warning(
-                "function tool %r: the model sees no description of %s: write one under `Args:` in "
-                "the docstring",
-                *(tool, quote_all(undescribed)),
-            )
-
-    def takes(self, name: str) -> bool:
-        """Whether a call may give an argument of this name."""
-        if name in self.schema["properties"]:
-            return True
-        return self._takes_others and name not in METHOD_KWARGS
-
-    def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments that fit the schema as the function's types (an Enum member, a dataclass, …).
-
-        Raises:
-            ToolError: One has no value of its type.
-        """
-        known = self.schema["properties"]
-        others = {name: value for name, value in arguments.items() if name not in known}
-        try:
-            return others | self._adapter.validate_python(arguments)
-        except pydantic.ValidationError as error:
-            faults = error.errors(include_url=False, include_context=False)
-            texts = [f"{write_path(each['loc'])}: {each['msg']}" for each in faults]
-            raise ToolError(f"invalid arguments for {self._tool!r}: {'; '.join(texts)}") from None
 
 
 def _describe_type(hint: Any, description: str) -> Any:
@@ -281,17 +197,74 @@ class FunctionTool(Tool, Generic[P, R]):
             schema = as_openai_schema(schema, f"schema of function tool {function.__name__!r}")
         self.name = name or (function.__name__ if schema is None else schema["function"]["name"])
         self.function: Callable[P, R] = function
-        self.parameters = Parameters(function, self.name, is_documented=schema is None)
         self.policy = policy or self.policy
         self._backend, self._is_isolated = backend, isolation == "process"
-        takes_context = self.parameters.context_name is not None
-        self.stateful = takes_context if stateful is None else stateful
-        described = {"name": self.name, "description": self.parameters.description}
-        described["parameters"] = self.parameters.schema
-        self.schema = schema or {"type": "function", "function": described}
+        #: The parameter that receives the `ToolContext`; and whether there is a ``**kwargs``.
+        self.context_name, self._takes_others = "", False
+        self.schema = schema or {"type": "function", "function": {"name": self.name}}
+        self._properties = self._read_parameters(is_documented=schema is None)
+        self.stateful = bool(self.context_name) if stateful is None else stateful
         if fault := self._find_fault(backend, isolation):
             raise self._make_error(fault)
         self._schema_check = SchemaCheck(self.name, self.schema["function"].get("parameters"))
+
+    def _read_parameters(self, *, is_documented: bool) -> dict[str, Any]:
+        """Read the function's parameters; their schemas, by name.
+
+        With `is_documented` these make the tool's schema, and there must be a docstring and
+        annotations; else, as the schema is given, a parameter without one takes any value.
+        """
+        description, descriptions = parse_docstring(self.function.__doc__)
+        try:
+            hints = typing.get_type_hints(self.function, include_extras=True)
+        except Exception as error:  # names that annotations use may be anything, also missing
+            raise self._make_error(
+                f"its annotations cannot be read ({error}): define or import their names at "
+                "module level, not under TYPE_CHECKING"
+            ) from error
+        faults, fields, defaults = list[str](), dict[str, Any](), dict[str, Any]()
+        if is_documented and not description:
+            faults.append("its docstring must begin with what tells the model what the tool does")
+        for name, raw in inspect.signature(self.function).parameters.items():
+            if hints.get(name) is ToolContext:
+                self.context_name = name
+            elif raw.kind is raw.VAR_KEYWORD and not is_documented:
+                self._takes_others = True
+            elif fault := _find_fault(raw, is_documented=is_documented):
+                faults.append(fault)
+            else:
+                fields[name] = _describe_type(hints.get(name, Any), descriptions.get(name, ""))
+                if raw.default is not raw.empty:
+                    fields[name], defaults[name] = NotRequired[fields[name]], raw.default
+        try:
+            self._adapter = pydantic.TypeAdapter[dict[str, Any]](_make_dict("Arguments", fields))
+            written = inline_references(self._adapter.json_schema(schema_generator=_SchemaWriter))
+        except (TypeError, pydantic.PydanticUserError) as error:
+            why = str(error).partition("\n")[0].partition(". ")[0]
+            faults.append(
+                f"a parameter has a type without a schema ({why}): use str, int, float, bool, "
+                "list, dict, Literal, an Enum or a dataclass"
+            )
+        if faults:
+            raise self._make_error("; ".join(faults))
+        properties: dict[str, Any] = written["properties"]
+        if is_documented:
+            for name, default in defaults.items():
+                with suppress(ValueError):  # what JSON has no word for, such as NaN, is not shown
+                    text = json.dumps(to_jsonable_python(default), allow_nan=False)
+                    properties[name]["default"] = json.loads(text)
+            self.schema["function"] |= {"description": description, "parameters": written}
+            if undescribed := [n for n in properties if "description" not in properties[n]]:
+                logger.warning(
+                    "function tool %r: the model sees no description of %s: write one under "
+                    "`Args:` in the docstring",
+                    *(self.name, quote_all(undescribed)),
+                )
+        return properties
+
+    def _takes(self, name: str) -> bool:
+        """Whether a call may give an argument of this name."""
+        return name in self._properties or (self._takes_others and name not in METHOD_KWARGS)
 
     def _find_fault(self, backend: str, isolation: str) -> str:
         """Why the function cannot be a tool with these options; "" where it can."""
@@ -306,13 +279,13 @@ class FunctionTool(Tool, Generic[P, R]):
                 check_top_level(function)
             except NotImportableError as error:
                 return f"isolation = 'process' {error}"
-            if context_name := self.parameters.context_name:
+            if self.context_name:
                 why = "cannot hand over the ToolContext: remove the parameter"
-                return f"isolation = 'process' {why} {context_name!r}"
+                return f"isolation = 'process' {why} {self.context_name!r}"
         if shown["name"] != self.name:
             return f"its schema is named {shown['name']!r}; expected the same name"
         properties = (shown.get("parameters") or {}).get("properties", ())
-        if unknown := ", ".join(name for name in properties if not self.parameters.takes(name)):
+        if unknown := ", ".join(name for name in properties if not self._takes(name)):
             return f"its schema has properties that are no parameters of the function: {unknown}"
         return ""
 
@@ -323,27 +296,21 @@ class FunctionTool(Tool, Generic[P, R]):
     def __repr__(self) -> str:
         return f"<FunctionTool {self.name}>"
 
-    async def prepare(self) -> None:
-        """See `Tool.prepare`: when it was decorated, its name led to nothing yet."""
-        _ = self.function_ref
-
     async def open(self, context: ToolContext) -> ToolSession:
-        """A session that calls the function with arguments that `check` returned."""
+        """See `open_session`."""
         return self.open_session(context)
 
     def open_session(self, context: ToolContext) -> ToolSession:
-        """`open`, which has nothing to wait for.
+        """A session that calls the function with arguments that `check` returned.
 
         Raises:
             ToolError: The prompt's kwargs name no parameter.
         """
         names = context.kwargs.keys() - METHOD_KWARGS
-        if unknown := ", ".join(sorted(n for n in names if not self.parameters.takes(n))):
-            known = ", ".join(sorted(self.parameters.schema["properties"])) or "none"
-            raise ToolError(
-                f"tools_kwargs of {self.name!r} name no parameter of it: {unknown}; "
-                f"expected some of: {known}"
-            )
+        if unknown := ", ".join(sorted(n for n in names if not self._takes(n))):
+            known = ", ".join(sorted(self._properties)) or "none"
+            why = f"name no parameter of it: {unknown}; expected some of: {known}"
+            raise ToolError(f"tools_kwargs of {self.name!r} {why}")
         return _FunctionSession(self, context)
 
     def check(self, arguments: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -354,10 +321,24 @@ class FunctionTool(Tool, Generic[P, R]):
         Raises:
             ToolError: It names each missing, unknown and wrong one, and what was expected.
         """
-        fixed = {name: value for name, value in kwargs.items() if self.parameters.takes(name)}
+        fixed = {name: value for name, value in kwargs.items() if self._takes(name)}
         merged = self._schema_check.check(arguments, fixed) | fixed
-        typed = self.parameters.check(merged)
+        typed = self._read_arguments(merged)
         return merged if self._is_isolated else typed
+
+    def _read_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments that fit the schema as the function's types (an Enum member, a dataclass, …).
+
+        Raises:
+            ToolError: One has no value of its type.
+        """
+        others = {name: arguments[name] for name in arguments.keys() - self._properties}
+        try:
+            return others | self._adapter.validate_python(arguments)
+        except pydantic.ValidationError as error:
+            faults = error.errors(include_url=False, include_context=False)
+            texts = [f"{write_path(each['loc'])}: {each['msg']}" for each in faults]
+            raise ToolError(f"invalid arguments for {self.name!r}: {'; '.join(texts)}") from None
 
     @functools.cached_property
     def function_ref(self) -> FunctionRef | None:
@@ -386,8 +367,8 @@ class FunctionTool(Tool, Generic[P, R]):
         """
         if self._is_isolated:
             return await self._run_isolated(arguments, context.processes)
-        if self.parameters.context_name is not None:
-            arguments = {**arguments, self.parameters.context_name: context}
+        if self.context_name:
+            arguments = {**arguments, self.context_name: context}
         call: Callable[[], Any] = functools.partial(self.function, **arguments)
         if not inspect.iscoroutinefunction(self.function):
             result = await context.threads.run(self.name, call)
@@ -475,7 +456,7 @@ def answer(found: Any, body: bytes) -> bytes:
     name, arguments = msgspec.msgpack.decode(body)
     tool = found if isinstance(found, FunctionTool) else _make_tool(found, name)
     try:
-        value = resolve_outcome(tool.function(**tool.parameters.check(arguments)))
+        value = resolve_outcome(tool.function(**tool._read_arguments(arguments)))
         fields = msgspec.structs.asdict(normalise_result(value)).items()
     except BaseException as error:
         is_transient = tool.policy.is_transient(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from rollout.errors import MediaError, ToolError
@@ -48,15 +47,16 @@ def wrap_langchain_tool(tool: Any) -> Tool:
     except TypeError as error:
         raise ToolError(f"LangChain's {tool.name!r}: {error}") from error
     function = {"name": tool.name, "description": tool.description, "parameters": parameters}
-    # In this form the tool answers with a message, which has its artifact and its status.
-    request, ids = {"type": "tool_call", "name": tool.name}, map(str, count(1))
+
+    def write_request(arguments: dict[str, Any]) -> dict[str, Any]:
+        # In this form the tool answers with a message, which has its artifact and its status.
+        return {"type": "tool_call", "name": tool.name, "id": "call", "args": arguments}
 
     async def run_async(**arguments: Any) -> ToolResult:
-        message = await tool.ainvoke({**request, "id": next(ids), "args": arguments})
-        return _read_message(message)
+        return _read_message(await tool.ainvoke(write_request(arguments)))
 
     def run(**arguments: Any) -> ToolResult:
-        return _read_message(tool.invoke({**request, "id": next(ids), "args": arguments}))
+        return _read_message(tool.invoke(write_request(arguments)))
 
     # A tool without a coroutine of its own runs its function on a thread of asyncio's.
     is_async = getattr(tool, "coroutine", None) is not None or (

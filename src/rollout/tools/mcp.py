@@ -17,10 +17,9 @@ from rollout.config.checks import Count, Positive, Rule, is_http_url
 from rollout.errors import ToolError
 from rollout.lazy import import_extra
 from rollout.scopes import open_task_group
-from rollout.tools.policy import check_options
 from rollout.tools.results import ToolResult, error_result
 from rollout.tools.schemas import quote_all
-from rollout.tools.tool import Tool, ToolContext, ToolSession
+from rollout.tools.tool import Tool, ToolContext, ToolSession, check_options
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -134,8 +133,6 @@ class _McpTool(Tool):
         function = {"name": self.name, "description": description}
         function["parameters"] = theirs.input_schema
         self.schema = {"type": "function", "function": function}
-        hints = theirs.annotations  # whether a second call changes nothing more
-        self.may_repeat = bool(hints and (hints.read_only_hint or hints.idempotent_hint))
 
     async def open(self, context: ToolContext) -> ToolSession:
         """A session on the trajectory's connection, which the first of its tools acquires."""
@@ -151,8 +148,7 @@ class _McpSession(ToolSession):
         self._connection, self._tool = connection, tool
 
     async def execute(self, call: ToolCall) -> ToolResult:
-        name, may_repeat = self._tool.their_name, self._tool.may_repeat
-        answer = await self._connection.call(name, dict(call.arguments), may_repeat=may_repeat)
+        answer = await self._connection.call(self._tool.their_name, dict(call.arguments))
         return _make_result(self._tool.name, answer)
 
 

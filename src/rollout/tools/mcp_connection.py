@@ -89,15 +89,14 @@ class Connection:
         Raises:
             ToolError: The first connection failed; later failures are logged, and tried again.
         """
-        backoff_s, is_first = BACKOFF_S, True
+        if not await self._serve(task_status):
+            raise ToolError(f"MCP server {self._label!r}: {self._fault}")
+        backoff_s = BACKOFF_S
         while True:
-            was_there = await self._serve(task_status)
-            if is_first and not was_there:
-                raise ToolError(f"MCP server {self._label!r}: {self._fault}")
-            is_first, task_status = False, anyio.TASK_STATUS_IGNORED
-            backoff_s = BACKOFF_S if was_there else min(2 * backoff_s, MAX_BACKOFF_S)
             logger.warning("MCP server %r: %s; connecting again", self._label, self._fault)
             await anyio.sleep(backoff_s)
+            was_there = await self._serve(anyio.TASK_STATUS_IGNORED)
+            backoff_s = BACKOFF_S if was_there else min(2 * backoff_s, MAX_BACKOFF_S)
 
     async def leave(self) -> None:
         """End the connection and its task; returns when both have ended."""
@@ -152,37 +151,33 @@ class Connection:
             self._client, self._tried = None, anyio.Event()
             self._ended.set()
 
-    async def call(
-        self, name: str, arguments: dict[str, Any], *, may_repeat: bool
-    ) -> mcp_types.CallToolResult:
+    async def call(self, name: str, arguments: dict[str, Any]) -> mcp_types.CallToolResult:
         """Call a tool of the server's; waits for a connection that is being made again.
 
         Raises:
             ToolError: The server refused the call, or cannot be reached again; or it ended or
-                froze with the call under way, and a repeat might do harm.
+                froze with the call under way.
         """
-        while True:
-            if self._client is None:
-                await self._tried.wait()
-            if (client := self._client) is None:
-                raise ToolError(
-                    f"the MCP server is not there ({self._fault}), and is being started again; "
-                    "not called"
-                )
-            try:
-                return await client.call_tool(name, arguments)
-            except MCPError as error:
-                if error.code != mcp_types.CONNECTION_CLOSED or _TOO_LONG in error.message:
-                    raise ToolError(error.message) from None
-            except (anyio.ClosedResourceError, anyio.BrokenResourceError):
-                pass
-            fault = self._fault
-            self._lose(client)
-            if not may_repeat:
-                raise ToolError(
-                    f"the MCP server {fault} during this call, and is being started again; "
-                    "whether the call took effect is unknown"
-                )
+        if self._client is None:
+            await self._tried.wait()
+        if (client := self._client) is None:
+            raise ToolError(
+                f"the MCP server is not there ({self._fault}), and is being started again; "
+                "not called"
+            )
+        try:
+            return await client.call_tool(name, arguments)
+        except MCPError as error:
+            if error.code != mcp_types.CONNECTION_CLOSED or _TOO_LONG in error.message:
+                raise ToolError(error.message) from None
+        except (anyio.ClosedResourceError, anyio.BrokenResourceError):
+            pass
+        fault = self._fault
+        self._lose(client)
+        raise ToolError(
+            f"the MCP server {fault} during this call, and is being started again; "
+            "whether the call took effect is unknown"
+        )
 
 
 async def _list_tools(client: Client) -> list[mcp_types.Tool]:

@@ -15,9 +15,8 @@ import anyio
 from rollout.config.checks import Natural
 from rollout.errors import SandboxError, SandboxLimit, SandboxTimeout, ToolError
 from rollout.sandbox.local import read_program
-from rollout.tools.policy import check_options
 from rollout.tools.results import NO_OUTPUT, ToolResult, error_result
-from rollout.tools.tool import Tool, ToolContext, ToolSession
+from rollout.tools.tool import Tool, ToolContext, ToolSession, check_options
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:

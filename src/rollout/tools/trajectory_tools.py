@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from rollout.tools.tool import Tool
 
 logger = logging.getLogger("rollout")
-#: In place of what calls of other tools wait for.
-_AT_ONCE = nullcontext()
 #: Characters of an error that an event says.
 _SHOWN = 200
 
@@ -102,12 +100,7 @@ class Call(msgspec.Struct, eq=False, gc=False):
             position=self.position,
             **to.where,
         )
-        to.events.tell(_emit_made, (to.where["trajectory"], event, self.call, text))
-
-
-def _emit_made(start: float, facts: Sequence[Any]) -> tuple[ToolEnded, tuple[Any, str | None]]:
-    _, event, call, text = facts
-    return event, (call, text)
+        to.events.tell_event(to.where["trajectory"], event, (self.call, text))
 
 
 class ToolSettings(msgspec.Struct, frozen=True):
@@ -221,7 +214,7 @@ class TrajectoryTools:
                     if each.result is None and each.tool == name:
                         self._refuse(each, refusal)
         running = [each for each in turn if each.result is None]
-        if len(running) == 1:
+        if len(running) == 1:  # a task of its own would cost as much as the call
             await self._run_call(running[0], limit)
         else:
             await self._run_together(running, limit)
@@ -230,8 +223,7 @@ class TrajectoryTools:
     def _bound_text(self, result: ToolResult) -> ToolResult:
         settings = self._settings
         text = truncate_text(result.text, settings.max_response_length, settings.truncate_side)
-        text = encodable(text)
-        return result if text is result.text else msgspec.structs.replace(result, text=text)
+        return msgspec.structs.replace(result, text=encodable(text))
 
     def recall(
         self,
@@ -313,18 +305,18 @@ class TrajectoryTools:
 
         While a call waits the turn's limit counts, in which its own one lies.
         """
-        checked, session = call.checked, self._opened[call.tool]
-        gate, serial = self._gates[call.tool], session.serial
-        activity = f"tool {call.tool!r} of trajectory {self._context.uid}/{self._context.member}"
+        checked, session, gate = call.checked, self._opened[call.tool], self._gates[call.tool]
+        at_once = nullcontext()
         assert checked is not None and isinstance(call.call, ToolCall)  # noqa: PT018
-        arguments = call.call.arguments, self._kwargs.get(call.tool)
-        with _AT_ONCE if serial is None and not gate.has_queue else turn.open(None, ""):
-            async with _AT_ONCE if serial is None else self._locks[id(serial)]:
+        activity = f"tool {call.tool!r} of trajectory {self._context.uid}/{self._context.member}"
+        execute = partial(session.execute, checked)
+        arguments, serial = (call.call.arguments, self._kwargs.get(call.tool)), session.serial
+        with at_once if serial is None and not gate.has_queue else turn.open(None, ""):
+            async with at_once if serial is None else self._locks[id(serial)]:
                 call.began = self._clock()
                 self._running[call] = None
                 call.emit_started()
                 try:
-                    execute = partial(session.execute, checked)
                     call.result = await gate.run(execute, arguments, turn, activity)
                 except ToolError as error:
                     call.result = gate.note_failure(error)
@@ -415,7 +407,6 @@ class TrajectoryTools:
             raise ToolError(f"could not open {name!r}: {error}") from cause
 
     async def _start(self, tool: Tool, context: ToolContext, limit: Limit) -> None:
-        """Open a session, in the task in which it will be closed: it may have a group open."""
         containment, what = current_containment(), f"open of tool {tool.name!r}"
         task = None if containment is None else Contained[None](containment, what)
         open_session = partial(self._open_session, tool, context, limit, task)
@@ -427,7 +418,10 @@ class TrajectoryTools:
     async def _open_session(
         self, tool: Tool, context: ToolContext, limit: Limit, task: Contained[None] | None
     ) -> None:
-        """Open a session in its task, and close it there once `_close_session` lets it go on."""
+        """Open a session, and close it in the same task: it may have a group open.
+
+        Where it has something to close its task pauses, until `_close_session` has it go on.
+        """
         session = await tool.open(context)
         if not isinstance(session, ToolSession):
             raise ToolError(f"open returned {type(session).__name__}; expected a ToolSession")
@@ -456,10 +450,10 @@ class TrajectoryTools:
         for name, session in list(self._opened.items()):
             if type(session).calc_reward is ToolSession.calc_reward:
                 continue
-            limit = Clock(Deadline.after(self._settings.tool_s, "limits.tool_s"))
-            what = f"calc_reward of tool {name!r}"
+            limit, what = self._settings.tool_s, f"calc_reward of tool {name!r}"
+            clock = Clock(Deadline.after(limit, "limits.tool_s"))
             try:
-                value: Any = await attempt(session.calc_reward, limit=limit, what=what)
+                value: Any = await attempt(session.calc_reward, limit=clock, what=what)
             except ToolError as error:
                 if session.decides_reward:
                     raise ToolError(f"tool {name!r}: calc_reward failed: {error}") from error
@@ -467,9 +461,8 @@ class TrajectoryTools:
                 continue
             if (reward := read_reward(value)) is not None:
                 rewards.append(reward)
-                self.reward = (
-                    (self.reward or 0.0) + reward if session.decides_reward else self.reward
-                )
+                if session.decides_reward:
+                    self.reward = (self.reward or 0.0) + reward
             elif value is not None:
                 text = "tool %r: calc_reward returned %.80r; expected a finite number"
                 logger.warning(text, name, value)

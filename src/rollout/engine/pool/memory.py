@@ -130,6 +130,8 @@ async def _wake(tags: frozenset[str], replica: Replica, channel: Channel) -> Non
     try:
         await replica.command(channel, WakeUp(tuple(sorted(tags))))
     except EngineError as error:
+        if channel.lost_cause == "operation":
+            raise EngineError(replica.add_name(str(error))) from error
         if not isinstance(error, ChannelError):
             replica.restart(channel, f"it does not wake up: {error}")
         raise

@@ -403,6 +403,7 @@ class EnginePool:
         """A replica came to serve, was lost, failed to start or ended."""
         if replica.is_serving:
             self._serving[replica] = None
+            self._failed.pop(replica, None)
             self._requests.queue.is_closed = False
             self._requests.queue.call_next()
         elif replica in self._serving:

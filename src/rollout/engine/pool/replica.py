@@ -249,22 +249,26 @@ class Replica:
 
     async def _serve(self, channel: Channel, handle: ReplicaHandle) -> float:
         """Serve by one session until it is lost; returns for how long it served."""
+        began: float | None = None
         async with open_task_group() as tasks:
             tasks.start_soon(self._lose_when_dead, channel, handle.died)
             try:
-                await self._settings.prepare(self, channel)
-                if channel.lost.is_set():
-                    raise ChannelError(channel.lost_reason)
-                self._begin_serving(channel)
-                began = anyio.current_time()
-                await channel.lost.wait()
+                with anyio.CancelScope() as preparing:
+                    tasks.start_soon(_cancel_when_lost, channel, preparing)
+                    await self._settings.prepare(self, channel)
+                if not channel.lost.is_set():
+                    self._begin_serving(channel)
+                    began = anyio.current_time()
+                    await channel.lost.wait()
             finally:
                 channel.close()
                 self._media_bytes += channel.media_bytes
                 self.channel = None
-        logger.warning("lost %s", channel.lost_reason)
         if channel.lost_cause != "connection":
             self._must_restart = True
+        if began is None:
+            raise ChannelError(channel.lost_reason)
+        logger.warning("lost %s", channel.lost_reason)
         return anyio.current_time() - began
 
     async def _lose_when_dead(self, channel: Channel, died: anyio.Event) -> None:
@@ -453,3 +457,8 @@ def describe_errors(replicas: Iterable[Replica]) -> str:
     staying = [replica for replica in replicas if not replica.is_leaving]
     errors = [each.last_error or f"{each.name}: {each.state}" for each in staying]
     return "; ".join(errors) or "all were removed"
+
+
+async def _cancel_when_lost(channel: Channel, scope: anyio.CancelScope) -> None:
+    await channel.lost.wait()
+    scope.cancel()

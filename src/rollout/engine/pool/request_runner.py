@@ -326,9 +326,9 @@ class RequestRunner:
                 raise request.fail(request.error)
         if request.loss is None:  # malformed, or never sent
             return
-        lost, cuts = request.count_losses()
         request.losses.append(request.loss)
-        if lost >= MAX_LOST_PROCESSES - 1:  # it matters what this one is
+        lost, cuts = request.count_losses()
+        if lost >= MAX_LOST_PROCESSES - 1 or cuts >= MAX_CUTS:  # it matters what this one is
             await request.loss.settled.wait()
             lost, cuts = request.count_losses()
         if lost >= MAX_LOST_PROCESSES or cuts >= MAX_CUTS:

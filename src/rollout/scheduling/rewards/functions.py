@@ -7,6 +7,7 @@ A function takes a trajectory, a trajectory and its sandbox, or what verl gives 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -145,10 +146,11 @@ def _load(given: Any, processes: int, *, is_group: bool = False) -> LoadedReward
         return None
     what = GROUP if is_group else SINGLE
     if isinstance(given, str) and ":" in given:  # any other text is refused below
-        module, _, name = given.partition(":")
+        source, _, name = given.rpartition(":")
         function = named_object(given, what, "expected a function, or 'package.module:name'")
         loaded = check_reward(function, is_group=is_group)
-        return attrs.evolve(loaded, ref=FunctionRef(module=module, file="", qualname=name))
+        file = os.path.abspath(source) if source.endswith(".py") else ""
+        return attrs.evolve(loaded, ref=FunctionRef("" if file else source, file, name))
     loaded = check_reward(given, is_group=is_group)
     try:
         return attrs.evolve(loaded, ref=function_ref(given)) if processes else loaded

@@ -109,8 +109,8 @@ class RewardProcesses:
 
         Args:
             tokenizer: Decodes responses for functions that were written for verl.
-            begin: Called when the call begins: not while it waits for a process or a thread, and
-                not while a new process imports the functions, which may take as long again.
+            begin: Called when its time begins: once there is a process and a thread; and again
+                after a new process has imported the functions, which may take as long.
 
         Raises:
             ChildRaisedError: The function raised, or returned what is no reward.

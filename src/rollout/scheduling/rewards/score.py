@@ -59,7 +59,8 @@ class RewardFailure:
     @property
     def may_pass(self) -> bool:
         """Whether another call may do better."""
-        return self.outcome is Outcome.FAILED or self.source == LIMIT
+        has_failed = self.outcome is Outcome.FAILED and self.reason != UNRESPONSIVE
+        return has_failed or self.source == LIMIT
 
     def __str__(self) -> str:
         cause = self.cause
@@ -107,10 +108,7 @@ class Rewarding:
         assert function is not None
         _end_cancelled(ended)
         members = [each.member for each in ended if each.trajectory.trainable]
-        if any(member.deadline_met is not None for member in members):  # no time is left
-            for each in ended:
-                exclude(each.trajectory)
-        elif members:
+        if members:
             what = f"reward of the group {ended[0].trajectory.uid}"
             call = RewardCall(self, function, members, what)
             rewards = await call.run(partial(_copy_group, ended))
@@ -132,13 +130,15 @@ class Rewarding:
         for trajectory, reward in zip(trajectories, rewards, strict=True):
             if not trajectory.trainable:
                 continue
-            if isinstance(reward, RewardFailure):
-                how = (reward.outcome, reward.reason, reward.source, reward.cause)
-                end_without_reward(trajectory, *how)
-            elif reward is None:
-                exclude(trajectory)
-            else:
-                apply_reward(trajectory, reward)
+            match reward:
+                case RewardFailure(source=str(source)) if source == trajectory.limit_source:
+                    exclude(trajectory)  # that limit has ended its agent already
+                case RewardFailure(outcome, reason, source, cause):
+                    end_without_reward(trajectory, outcome, reason, source, cause)
+                case None:
+                    exclude(trajectory)
+                case _:
+                    apply_reward(trajectory, reward)
             trajectory.metrics[f"{call.function.what}_s"] = anyio.current_time() - call.since
         if self.services.events.is_on:
             failure = next((str(each) for each in rewards if isinstance(each, RewardFailure)), "")
@@ -174,7 +174,7 @@ class RewardCall:
         self._services, self._processes = rewarding.services, rewarding.processes
         self._what, self._who = what, GROUP_REWARD if self.is_group else REWARD
         self._code: Contained[Any]
-        self._deadline: Deadline | None = None
+        self._deadline: Deadline | None = None  # once the function is called
 
     @property
     def _is_over(self) -> bool:
@@ -197,6 +197,8 @@ class RewardCall:
             KeyboardInterrupt: Ctrl-C reached the function.
         """
         settings, pause_s, retries = self._services.config.rewards, 0.0, 0
+        if self._is_over:
+            return self._explain_cancelled()
         while True:
             answer = await self._attempt(partial(self._call, make_subject, sandbox, pause_s))
             if not isinstance(answer, RewardFailure):
@@ -224,7 +226,7 @@ class RewardCall:
                 member.running = None
         raised = code.error
         if raised is None:
-            return self._explain_cancelled() if value is None else value
+            return self._explain_cancelled() if code.scope.cancel_called else value
         interrupt = find_exception(raised, KeyboardInterrupt)
         if interrupt is not None:
             raise interrupt
