@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollout.agents import AgentContext
-from rollout.agents.gateway_door import GatewayAddress
+from rollout.agents.services import GatewayAddress
 
 
 class FakeDoor:

@@ -11,7 +11,7 @@ import anyio.to_thread
 import httpx
 
 from rollout import AgentContext, AgentLoop, Prompt, RolloutRuntime, Trajectory, register_agent
-from rollout.agents.gateway_door import GatewayAddress
+from rollout.agents.services import GatewayAddress
 from rollout.config import (
     AgentConfig,
     ChannelConfig,

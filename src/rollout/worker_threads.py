@@ -84,6 +84,10 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
+async def _wait_for_value(value: Awaitable[T]) -> T:
+    return await value
+
+
 def _find_frames(thread: threading.Thread | None) -> list[FrameType]:
     """Where a thread is, from the outermost frame in."""
     at = None if thread is None else sys._current_frames().get(thread.ident or 0)
@@ -208,6 +212,24 @@ class WorkerThreads:
         worker.jobs.put(job)
         with _entry.waiting(), note_where_it_waits(lambda: _find_frames(worker.thread)):
             return await self._wait_for(result, name, patience_s)
+
+    async def call(
+        self, name: str, function: Callable[..., Any], *args: object, backend: str = "native"
+    ) -> Any:
+        """What a function of a user's returns: a sync one runs in a thread, as by `run`.
+
+        Args:
+            backend: Where an async one runs, or what a sync wrapper of one returns: "native" on the
+                loop here, "asyncio" as by `run_asyncio`.
+        """
+        if not is_async(function):
+            value = await self.run(name, function, *args)
+            if not inspect.isawaitable(value):
+                return value
+            function, args = partial(_wait_for_value, value), ()
+        if backend == "asyncio":
+            return await self.run_asyncio(name, function, *args)
+        return await function(*args)
 
     async def run_asyncio(
         self,

@@ -16,7 +16,6 @@ from race_situations import add, user
 from rollout import (
     AgentContext,
     AgentError,
-    AgentLoop,
     InteractionTurn,
     LimitExceeded,
     Message,
@@ -26,38 +25,21 @@ from rollout import (
     ToolSession,
     Trajectory,
     function_tool,
-    register_agent,
 )
 from rollout.batch import RolloutBatch
 from rollout.config import AgentConfig, LengthsConfig, RecoveryConfig, SimulatedEngine
 from rollout.interactions import Interaction
 from rollout.testing import Scenario, simulated_tokenizer, tool_call
+from trial_agent import TRIALS, run_trial
 
 pytestmark = pytest.mark.anyio
 
 SCENARIO = Scenario(seed=1).reply("go", "First words.", filler=10).then("Second words.")
-TRIALS: dict[str, Any] = {}
+LENGTHS = LengthsConfig(prompt=900, response=400)
 
 
-@register_agent("does_a_trial")
-class DoesATrial(AgentLoop):
-    """Does what its test says."""
-
-    async def run(self, context: AgentContext) -> None:
-        await TRIALS["it"](context)
-
-
-async def tried(
-    trial: Any, *, scenario: Scenario = SCENARIO, tools: Any = (), agent: Any = None, **options: Any
-) -> RolloutBatch:
-    TRIALS["it"] = trial
-    recorder = Recorder()
-    options.setdefault("lengths", LengthsConfig(prompt=900, response=400))
-    config = scenario.config(agent=AgentConfig(name="does_a_trial", **(agent or {})), **options)
-    async with recorder.open_rollout(config, tools) as runtime:
-        batch: RolloutBatch = await runtime.generate([user("go")])
-    assert recorder.anomalies() == []
-    return batch
+async def tried(trial: Any, *, scenario: Scenario = SCENARIO, **options: Any) -> RolloutBatch:
+    return await run_trial(trial, scenario, **{"lengths": LENGTHS, **options})
 
 
 def ids_of(text: str) -> list[int]:
@@ -89,12 +71,12 @@ async def test_observe_ids_are_in_the_transcript_as_they_are(kind: Any) -> None:
 @pytest.mark.parametrize(
     ("ids", "said"),
     [
-        ([3, -1], "observe_ids: id -1 at 1 is outside the engine's vocabulary of "),
-        ([10**6], "observe_ids: id 1000000 at 0 is outside the engine's vocabulary of "),
-        ([1.5], "observe_ids: 1 dimensions of float64; expected a sequence of token ids"),
-        ([[1], [2]], "observe_ids: 2 dimensions of int64; expected a sequence of token ids"),
-        ("text", "observe_ids: 0 dimensions of <U4; expected a sequence of token ids"),
-        ([True], "observe_ids: 1 dimensions of bool; expected a sequence of token ids"),
+        ([3, -1], "observe_ids: token id -1 at position 1 is outside the engine's vocabulary of "),
+        ([10**6], "observe_ids: token id 1000000 at position 0 is outside the engine's vocabu"),
+        ([1.5], "observe_ids: 'float' object cannot be interpreted as an integer; expected a seq"),
+        ([[1], [2]], "observe_ids: 'list' object cannot be interpreted as an integer; expected a"),
+        ("text", "observe_ids: cannot use a str to initialize an array with typecode 'i'; expec"),
+        ([2**40], "observe_ids: signed integer is greater than maximum; expected a sequence of "),
     ],
 )
 async def test_observe_ids_that_are_none_are_refused(ids: Any, said: str) -> None:

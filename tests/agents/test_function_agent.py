@@ -17,7 +17,7 @@ from fake_door import FakeDoor, fake_door
 from harness import Recorder
 from rollout import AgentError, AgentTask, Outcome, Prompt, Reward, RolloutBatch
 from rollout.agents import AgentContext
-from rollout.agents.gateway_door import GatewayAddress
+from rollout.agents.services import GatewayAddress
 from rollout.bridge import runs_on_trio
 from rollout.config import GatewayConfig, LimitsConfig, ToolsConfig
 from rollout.gateway.calls import ClientMessage, GatewayCall, GatewayError

@@ -9,40 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness import Recorder
 from race_situations import user
-from rollout import AgentContext, AgentError, AgentLoop, LimitExceeded, Outcome, register_agent
+from rollout import AgentContext, AgentError, LimitExceeded, Outcome
 from rollout.agents.turn import SampledTokens
 from rollout.batch import RolloutBatch
-from rollout.config import AgentConfig, LengthsConfig, SamplingConfig
+from rollout.config import LengthsConfig, SamplingConfig
 from rollout.testing import Scenario, encode_text, simulated_tokenizer
+from trial_agent import run_trial
 
 pytestmark = pytest.mark.anyio
 
 SCENARIO = Scenario(seed=1).reply("go", "First words.", filler=10).then("Second words.")
 NEXT = "\n<|im_start|>user\nMore.<|im_end|>\n<|im_start|>assistant\n"
-TRIALS: dict[str, Any] = {}
+LENGTHS = LengthsConfig(prompt=900, response=400)
 
 
-@register_agent("keeps_ids")
-class KeepsIds(AgentLoop):
-    """Does what its test says."""
-
-    async def run(self, context: AgentContext) -> None:
-        await TRIALS["it"](context)
-
-
-async def tried(
-    trial: Any, *, prompt: str = "go", agent: str = "keeps_ids", **options: Any
-) -> RolloutBatch:
-    TRIALS["it"] = trial
-    recorder = Recorder()
-    options.setdefault("lengths", LengthsConfig(prompt=900, response=400))
-    config = SCENARIO.config(agent=AgentConfig(name=agent), **options)
-    async with recorder.open_rollout(config) as runtime:
-        batch: RolloutBatch = await runtime.generate([user(prompt)])
-    assert recorder.anomalies() == []
-    return batch
+async def tried(trial: Any, **options: Any) -> RolloutBatch:
+    return await run_trial(trial, SCENARIO, **{"lengths": LENGTHS, **options})
 
 
 def ids_of(text: str) -> list[int]:
@@ -107,7 +90,7 @@ async def test_generate_ids_sampling_holds_for_one_generation() -> None:
         (lambda ids: [*ids[:5], 7, *ids[6:]], "that differ from the transcript's {n} at 5"),
         (lambda ids: ids[:-3], "that differ from the transcript's {n} at {short}"),
         (lambda ids: [], "generate_ids: 0 ids that differ from the transcript's {n} at 0"),
-        (lambda ids: [*ids, 10**6], "generate_ids: id 1000000 at {n} is outside"),
+        (lambda ids: [*ids, 10**6], "generate_ids: token id 1000000 at position {n} is outside"),
     ],
 )
 async def test_generate_ids_that_do_not_extend_the_transcript_are_refused(
@@ -194,7 +177,7 @@ async def test_long_prompt_is_cut_on_the_left_where_the_configuration_says_so(
     text = "x" * 300 + "go"
     lengths = LengthsConfig(prompt=100, response=200, overlong_prompts="cut")
     with caplog.at_level(logging.WARNING, "rollout.agents"):
-        batch = await tried(None, prompt=text, agent="single_turn", lengths=lengths)
+        batch = await tried(None, prompt=user(text), agent={"name": "single_turn"}, lengths=lengths)
     (trajectory,) = batch.trajectories
     assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
     assert batch.tensors["prompts"][0].tolist() == rendered(text)[-100:]
@@ -210,7 +193,7 @@ async def test_long_prompt_is_cut_on_the_left_where_the_configuration_says_so(
 
 async def test_prompts_that_fit_are_left_alone_where_long_ones_are_cut() -> None:
     lengths = LengthsConfig(prompt=100, response=200, overlong_prompts="cut")
-    batch = await tried(None, agent="single_turn", lengths=lengths)
+    batch = await tried(None, agent={"name": "single_turn"}, lengths=lengths)
     assert batch.trajectories[0].transcript.ids()[: len(rendered("go"))].tolist() == rendered("go")
     assert "tokens/cut_prompt" not in batch.metrics
     assert encode_text("go")

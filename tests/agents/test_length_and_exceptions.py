@@ -17,7 +17,7 @@ import rollout
 from fake_door import FakeDoor, fake_door
 from rollout import AgentTask, GatewayConfig, Outcome, ProgramAgent, Prompt, Trajectory
 from rollout.agents import AgentContext
-from rollout.agents.gateway_door import GatewayAddress
+from rollout.agents.services import GatewayAddress
 from rollout.config import LengthsConfig, SandboxConfig
 from rollout.gateway.calls import ClientMessage, GatewayCall, GatewayError
 from rollout.gateway.session import GatewaySession, open_session

@@ -12,8 +12,7 @@ import pytest
 
 from harness import Recorder, balance_of
 from race_situations import RESEARCH, add, user
-from rollout import AgentError, AgentLoop, LimitExceeded, Outcome, Trajectory
-from rollout.agents import register_agent
+from rollout import AgentError, LimitExceeded, Outcome, Trajectory
 from rollout.batch import RolloutBatch
 from rollout.chat.trajectory import Parent
 from rollout.config import (
@@ -25,6 +24,7 @@ from rollout.config import (
 )
 from rollout.seeds import derive_seed
 from rollout.testing import Scenario, run_virtual, tool_call
+from trial_agent import run_trial
 
 if TYPE_CHECKING:
     from rollout.agents import AgentContext
@@ -43,6 +43,9 @@ SCENARIO = (
 )
 
 
+LENGTHS = LengthsConfig(prompt=1200, response=600)
+
+
 def says(text: str, **extra: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text, **({"extra": extra} if extra else {})}]
 
@@ -52,7 +55,7 @@ def config(agent: str = "tree", scenario: Scenario = SCENARIO, **sections: Any) 
     return scenario.config(
         agent=AgentConfig(name=agent),
         engine=SimulatedEngine(replicas=2),
-        lengths=LengthsConfig(prompt=1200, response=600),
+        lengths=LENGTHS,
         **sections,
     )
 
@@ -202,28 +205,12 @@ def test_tree_of_segments_says_the_same_under_any_schedule(seed: int) -> None:
     assert found[0] == found[1]
 
 
-@register_agent("tries_anything")
-class TriesAnything(AgentLoop):
-    """Does what its prompt's `extra` says, and keeps what comes of it."""
-
-    async def run(self, context: AgentContext) -> None:
-        await TRIALS[context.prompt.extra["trial"]](context)
-
-
 async def tried(trial: Any, scenario: Scenario = SCENARIO, **sections: Any) -> Trajectory:
-    TRIALS["it"] = trial
-    recorder = Recorder()
-    sections.setdefault("scheduling", SchedulingConfig(samples_per_prompt=1))
-    async with recorder.open_rollout(
-        config("tries_anything", scenario, **sections), [add]
-    ) as runtime:
-        batch = await runtime.generate([user("question", extra={"trial": "it"})])
-    assert recorder.anomalies() == []
-    trajectory: Trajectory = batch.trajectories[0]
+    options = {"engine": SimulatedEngine(replicas=2), "lengths": LENGTHS, **sections}
+    prompt = user("question", extra={"trial": "it"})
+    batch = await run_trial(trial, scenario, prompt=prompt, tools=[add], **options)
+    (trajectory,) = batch.trajectories
     return trajectory
-
-
-TRIALS: dict[str, Any] = {}
 
 
 async def test_branch_from_the_end_of_a_turn_does_not_end_it_twice() -> None:

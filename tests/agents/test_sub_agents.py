@@ -13,14 +13,12 @@ from race_situations import add, nap, user
 from rollout import (
     AgentContext,
     AgentError,
-    AgentLoop,
     ConfigError,
     EnvironmentAgent,
     LimitExceeded,
     Outcome,
     RolloutBatch,
     function_tool,
-    register_agent,
 )
 from rollout.agents import ToolAgent
 from rollout.agents.compacting_agent import CompactingAgent
@@ -28,6 +26,7 @@ from rollout.chat.trajectory import Parent
 from rollout.config import AgentConfig, LengthsConfig, LimitsConfig
 from rollout.interactions import ScriptedUser
 from rollout.testing import Scenario, tool_call
+from trial_agent import run_trial
 
 pytestmark = pytest.mark.anyio
 
@@ -42,26 +41,12 @@ SCENARIO = (
     .reply("question", "The main answer.")
     .then("The end.")
 )
-TRIALS: dict[str, Any] = {}
-
-
-@register_agent("tries_sub_agents")
-class TriesSubAgents(AgentLoop):
-    """Does what its test says."""
-
-    async def run(self, context: AgentContext) -> None:
-        await TRIALS["it"](context)
+LENGTHS = LengthsConfig(prompt=1500, response=700)
 
 
 async def tried(trial: Any, **options: Any) -> RolloutBatch:
-    TRIALS["it"] = trial
-    recorder = Recorder()
-    options.setdefault("lengths", LengthsConfig(prompt=1500, response=700))
-    config = SCENARIO.config(agent=AgentConfig(name="tries_sub_agents"), **options)
-    async with recorder.open_rollout(config, [add, nap]) as runtime:
-        batch: RolloutBatch = await runtime.generate([user("question")], step=1)
-    assert recorder.anomalies() == []
-    return batch
+    options = {"lengths": LENGTHS, "tools": [add, nap], **options}
+    return await run_trial(trial, SCENARIO, prompt=user("question"), **options)
 
 
 @pytest.mark.parametrize("value", [True, np.float32(1), np.array(1.0)])
@@ -111,7 +96,7 @@ async def test_open_segment_runs_an_agent_loop_as_it_is() -> None:
         "Consider: Found: 5.",
         "The end.",
     ]
-    assert (child.purpose, child.session_id) == ("subagent", "1/prompt-0/0#0")
+    assert (child.purpose, child.session_id) == ("subagent", "0/prompt-0/0#0")
     assert [m.role for m in child.messages] == ["user", "assistant", "tool", "assistant"]
     assert [s.reward for s in batch.samples] == [1.0, 0.5]
     lengths = [t.prompt_length for t in trajectory.transcripts]
@@ -218,7 +203,7 @@ async def test_open_segment_after_its_block_takes_nothing() -> None:
         await context.generate()
         async with context.open_segment(RESEARCH) as child:
             pass
-        with pytest.raises(AgentError, match="generate: 1/prompt-0/0#0 is closed"):
+        with pytest.raises(AgentError, match="generate: 0/prompt-0/0#0 is closed"):
             await child.generate()
         with pytest.raises(AgentError, match="no interaction takes part"):
             await child.ask_user()
@@ -406,7 +391,6 @@ async def test_compacting_agent_of_a_segment_keeps_what_that_began_with() -> Non
         context.observe([{"role": "user", "content": "Go on."}])
         await context.generate()
 
-    TRIALS["it"] = trial
     scenario = (
         Scenario(seed=2)
         .reply("Sum up", "Notes: none.")
@@ -414,14 +398,10 @@ async def test_compacting_agent_of_a_segment_keeps_what_that_began_with() -> Non
         .reply("question", "The main answer.")
         .then("The end.")
     )
-    config = scenario.config(
-        agent=AgentConfig(name="tries_sub_agents", compaction_room=80, compaction_prompt="Sum up"),
-        lengths=LengthsConfig(prompt=600, response=180),
-    )
-    recorder = Recorder()
-    async with recorder.open_rollout(config) as runtime:
-        (trajectory,) = (await runtime.generate([user("question")])).trajectories
-    assert recorder.anomalies() == []
+    lengths, agent = LengthsConfig(prompt=600, response=180), {"compaction_room": 80}
+    agent |= {"compaction_prompt": "Sum up"}
+    batch = await run_trial(trial, scenario, prompt=user("question"), lengths=lengths, agent=agent)
+    (trajectory,) = batch.trajectories
     compacted = [s for s in trajectory.segments if s.purpose == "compaction"]
     assert compacted
     assert {s.messages[0].content for s in compacted} == {"You are a researcher."}

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 import rollout
-from harness import Recorder
 from race_situations import add, nap
-from rollout import AgentContext, AgentLoop, Message, Outcome, Prompt, Reward, register_agent
-from rollout.config import AgentConfig, SamplingConfig
+from rollout import AgentContext, Message, Outcome, Prompt, Reward
+from rollout.config import SamplingConfig
 from rollout.testing import Scenario
+from trial_agent import run_trial
 
 pytestmark = pytest.mark.anyio
 
@@ -66,25 +66,10 @@ async def test_reward_takes_its_value_without_a_name() -> None:
     assert [row.reward for row in batch.trajectories] == [0.25]
 
 
-TRIALS: dict[str, Any] = {}
-
-
-@register_agent("tries_forms")
-class TriesForms(AgentLoop):
-    """Does what its test says."""
-
-    async def run(self, context: AgentContext) -> None:
-        await TRIALS["it"](context)
-
-
 async def tried(trial: Any, prompt: Prompt | None = None, **options: Any) -> rollout.Trajectory:
-    TRIALS["it"] = trial
-    recorder = Recorder()
-    options.setdefault("sampling", SamplingConfig(temperature=0.7, top_p=0.9))
-    config = SCENARIO.config(agent=AgentConfig(name="tries_forms"), **options)
-    async with recorder.open_rollout(config, [add, nap]) as runtime:
-        batch: rollout.RolloutBatch = await runtime.generate([prompt or Prompt("question")])
-    assert recorder.anomalies() == []
+    sampling = SamplingConfig(temperature=0.7, top_p=0.9)
+    options = {"sampling": sampling, "tools": [add, nap], **options}
+    batch = await run_trial(trial, SCENARIO, prompt=prompt or Prompt("question"), **options)
     (trajectory,) = batch.trajectories
     return trajectory
 
@@ -205,16 +190,14 @@ async def test_call_tools_takes_dicts(call: dict[str, Any]) -> None:
     [
         (FUNCTION, "calls = {'name'"),
         ("add", "calls = 'add'; expected a list of calls"),
-        ([FUNCTION, None], "calls[1] = None; expected {'name'"),
-        ([{"arguments": {}}], "calls[0].name = None; expected the name of a tool"),
-        ([{"function": {"arguments": "{}"}}], "calls[0].function.name = None"),
-        ([{"function": "add"}], "calls[0].function = 'add'"),
+        ([FUNCTION, None], "calls[1] must be a ToolCall or a mapping, not None; expected {'name'"),
+        ([{"arguments": {}}], "calls[0] names no function; expected {'name'"),
+        ([{"function": {"arguments": "{}"}}], "calls[0] names no function"),
+        ([{"function": "add"}], "calls[0] names no function"),
         ([{"name": "add", "args": {"a": 1}}], "calls[0] has no arguments, but args"),
-        ([{"name": "add", "arguments": "{a: 1}"}], "calls[0].arguments = '{a: 1}': no JSON"),
-        ([{"name": "add", "arguments": "[1]"}], "calls[0].arguments = '[1]'; expected a mapping"),
-        ([{"name": "add", "arguments": 3}], "calls[0].arguments = 3; expected a mapping"),
-        ([{**FUNCTION, "id": 3}], "calls[0].id = 3; expected a string"),
-        ([{"type": "custom", "name": "add"}], "calls[0].type = 'custom'; expected 'function'"),
+        ([{"name": "add", "arguments": "{a: 1}"}], "calls[0]: arguments are not JSON: "),
+        ([{"name": "add", "arguments": "[1]"}], "calls[0]: arguments must be an object, not list"),
+        ([{"name": "add", "arguments": 3}], "calls[0]: arguments must be an object, not int"),
     ],
 )
 async def test_call_tools_names_what_is_wrong_with_a_call(calls: Any, said: str) -> None:

@@ -30,8 +30,6 @@ class AgentLoop(ABC):
             it again.
     """
 
-    __slots__ = ()
-
     needs_gateway: ClassVar[bool] = False
     needs_sandbox: ClassVar[bool] = False
     is_shared: bool = False
@@ -71,13 +69,15 @@ def register_agent(name: str) -> Callable[[Loop], Loop]:
     """
 
     def register(loop: Loop) -> Loop:
-        fault = _fault(loop)
+        fault = _find_fault(loop)
         if fault:
             raise AgentError(f"register_agent({name!r}): {fault}")
         taken = _registry.setdefault(name, loop)
         # A reloaded module (a notebook's cell run again) may replace its own class.
-        if _home(taken) != _home(loop):
-            raise AgentError(f"register_agent({name!r}): the name is taken by {_home(taken)}")
+        if _find_origin(taken) != _find_origin(loop):
+            raise AgentError(
+                f"register_agent({name!r}): the name is taken by {_find_origin(taken)}"
+            )
         _registry[name] = loop
         return loop
 
@@ -94,7 +94,7 @@ def make_agent(registered: Registered) -> AgentLoop:
         return registered
     agent: object = registered()
     if not isinstance(agent, AgentLoop):
-        raise AgentError(f"{_home(registered)} made {agent!r:.80}; expected an AgentLoop")
+        raise AgentError(f"{_find_origin(registered)} made {agent!r:.80}; expected an AgentLoop")
     return agent
 
 
@@ -106,11 +106,11 @@ def find_class(registered: Registered) -> type[AgentLoop]:
     return made if isinstance(made, type) and issubclass(made, AgentLoop) else AgentLoop
 
 
-def _fault(loop: Any) -> str:
+def _find_fault(loop: Any) -> str:
     """Why something cannot be registered; empty where it can."""
     expected = "expected a subclass of AgentLoop, or a factory without arguments that makes one"
     if isinstance(loop, AgentLoop):
-        if _says_shared(type(loop)) and loop.is_shared:
+        if _is_shared(type(loop)) and loop.is_shared:
             return ""
         kind = type(loop).__qualname__
         return (
@@ -140,7 +140,7 @@ def _unwrap(loop: Any) -> Any:
     return loop.func if isinstance(loop, functools.partial) else loop
 
 
-def _says_shared(kind: type) -> bool:
+def _is_shared(kind: type) -> bool:
     """Whether a class says `is_shared`, for all that it and those above it keep."""
     for each in kind.__mro__:
         if "is_shared" in vars(each):
@@ -150,7 +150,7 @@ def _says_shared(kind: type) -> bool:
     return False
 
 
-def _home(registered: Any) -> str:
+def _find_origin(registered: Any) -> str:
     """Where an agent was written."""
     made = _unwrap(registered)
     kind = made if hasattr(made, "__qualname__") else type(made)

@@ -43,7 +43,6 @@ class CompactingAgent(ToolAgent):
     is_shared = False
 
     def __init__(self) -> None:
-        super().__init__()
         self._compactions = 0
         #: What the conversation began with: a sub-agent's is not the trajectory's prompt.
         self._opening: Sequence[Message] = ()
@@ -89,8 +88,7 @@ class CompactingAgent(ToolAgent):
         return self._compactions < context.config.max_compactions
 
     def _keep_room(self, context: AgentContext) -> None:
-        room = context.config.compaction_room if self._may_compact(context) else 0
-        context.keep_room(room)
+        context.keep_room(context.config.compaction_room if self._may_compact(context) else 0)
 
     def _check(self, context: AgentContext, error: LimitExceeded) -> None:
         """Return where a summary helps."""

@@ -3,46 +3,36 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.agents.calling import answer_calls
 from rollout.agents.conversation import Conversation
 from rollout.agents.ending import finish
-from rollout.agents.generating import generate_turn
+from rollout.agents.generating import answer_calls, generate_turn
 from rollout.agents.history import History, Row
 from rollout.agents.prompt_sampling import replace_sampling
 from rollout.agents.rendering import check_ids
-from rollout.agents.simulated_user import (
-    USER,
-    find_user_name,
-    make_user,
-    read_user_turn,
-    start_user,
-)
-from rollout.agents.trajectory_state import TrajectoryState
+from rollout.agents.trajectory_state import USER, TrajectoryState
 from rollout.agents.turn import DEFAULT_OPTIONS, SampledTokens, TurnOptions, answer, read_calls
 from rollout.chat.drift import worst
 from rollout.chat.messages import template_messages
-from rollout.chat.reward_values import BadRewardError, as_reward
-from rollout.chat.trajectory import BRANCH, MAIN, SUBAGENT
+from rollout.chat.trajectory import MAIN, SUBAGENT, Parent, Segment
 from rollout.chat.transcript import Transcript, common_length
 from rollout.containment import contain
 from rollout.errors import AgentError
 from rollout.observe.events import UserEnded
-from rollout.types import without_padding
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Iterable
     from typing import Self
 
     from rollout.agents.ending import Ending
-    from rollout.agents.gateway_door import GatewayDoor
     from rollout.agents.rendering import Given
-    from rollout.agents.services import Services
+    from rollout.agents.services import GatewayDoor, Services
     from rollout.agents.turn import AssistantTurn
     from rollout.agents.turn_log import TurnLog
     from rollout.chat.drift import Drift
@@ -70,16 +60,9 @@ class AgentContext(Conversation):
         pinned_calls: Calls of clients whose sampling `gateway.sampling` "pin" has overridden.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.pinned_calls = 0
+    pinned_calls = 0
 
     # The trajectory.
-
-    @property
-    def is_main(self) -> bool:
-        """Whether it is the trajectory's main conversation."""
-        return not self._identity.path
 
     @property
     def main(self) -> Self:
@@ -164,7 +147,7 @@ class AgentContext(Conversation):
     @property
     def has_interaction(self) -> bool:
         """Whether a simulated user takes part."""
-        return self.is_main and find_user_name(self._state) is not None
+        return self.is_main and self._state.user_name is not None
 
     @property
     def events(self) -> EventStream:
@@ -236,29 +219,6 @@ class AgentContext(Conversation):
         """Sampled tokens of training rows that top_k, top_p or min_p were set for."""
         return self._state.truncated_tokens
 
-    @property
-    def reward(self) -> Any:
-        """What the agent itself gives; assign to set it. Of an opened conversation, its segment's.
-
-        A number, a `Reward` (not of a segment) or None; a reward function of `open_rollout` decides
-        in its place.
-
-        Raises:
-            AgentError: What is assigned is none of these.
-        """
-        return self._state.reward if self.is_main else self._reward
-
-    @reward.setter
-    def reward(self, reward: Any) -> None:
-        if not self.is_main:
-            return self._set_reward(reward)
-        try:
-            as_reward(0.0 if reward is None else reward, "the agent")
-        except BadRewardError as error:
-            raise AgentError(f"{self.identity}: reward = {reward!r:.80}: {error}") from None
-        self._state.reward = reward
-        return None
-
     def end(
         self, outcome: Outcome | str, reason: str = "", *, limit_source: str | None = None
     ) -> None:
@@ -281,34 +241,6 @@ class AgentContext(Conversation):
         observations = await self.tools.open_first()
         if observations:
             self._state.continue_prompt(observations)
-
-    async def begin(
-        self, messages: Given | None = None, *, ids: Sequence[int] | None = None
-    ) -> None:
-        """Render the prompt and start the simulated user; `generate` does so where nobody has.
-
-        Args:
-            messages: In place of the prompt's own, or of those that a segment was opened with.
-            ids: The prompt in tokens. Neither it nor the history is rendered then, or compared.
-        """
-        if self.transcript and ids is None and not self.is_main:
-            if messages is not None:  # a segment begins as it is opened
-                await self.begin_with(without_padding(messages))
-            return
-        if self.transcript:
-            raise AgentError("begin: the trajectory has begun already")
-        state, is_shared = self._state, messages is None
-        given = state.prompt.messages if messages is None else without_padding(messages)
-        if ids is None:
-            rendered = await state.renderer.render_prompt(given, is_shared=is_shared)
-        else:
-            rendered = state.renderer.read_opening("begin", ids, given)
-        if rendered.cut_tokens:
-            state.count_cut(rendered.cut_tokens)
-        state.interaction = make_user(state)
-        self._log.begin(rendered)
-        if state.interaction is not None:
-            await start_user(state.interaction, state)
 
     # What the model and its tools do.
 
@@ -365,12 +297,11 @@ class AgentContext(Conversation):
         if not self.transcript:
             await self.begin(ids=prompt_ids)
         self._check_idle("generate_ids")
-        drawn = None
-        if sampling is not None:
-            drawn = self._state.read_sampling("generate_ids", sampling)
+        state = self._state
+        drawn = None if sampling is None else state.read_sampling("generate_ids", sampling)
         self.check_turns()
         await self._settle()
-        vocab_size, known = self._state.services.engines.info.vocab_size, self.transcript.prefix
+        vocab_size, known = state.services.engines.info.vocab_size, self.transcript.prefix
         ids, length = check_ids(prompt_ids, vocab_size, "generate_ids"), known.length
         if ids[:length].tobytes() != known.packed():
             raise AgentError(
@@ -378,7 +309,7 @@ class AgentContext(Conversation):
                 f"{common_length(ids, known.ids)}; expected the transcript, and what follows it"
             )
         if len(ids) > length:
-            is_answer = self._log.unanswered_ids is not None
+            is_answer = self._history.unanswered_ids is not None
             self._observe_ids(ids[length:])
             self._user_turns += is_answer
         await self.generate(TurnOptions(sampling=drawn))
@@ -421,21 +352,6 @@ class AgentContext(Conversation):
 
     # Conversations that are opened from it.
 
-    async def branch(
-        self,
-        position: int | None = None,
-        *,
-        purpose: str = BRANCH,
-        messages: Given | None = None,
-        is_ordered: bool = False,
-    ) -> Self:
-        """As `Conversation.branch`; begins the trajectory where nobody has."""
-        if not self.transcript:
-            await self.begin()
-        return await super().branch(
-            position, purpose=purpose, messages=messages, is_ordered=is_ordered
-        )
-
     @asynccontextmanager
     async def open_segment(
         self,
@@ -459,7 +375,7 @@ class AgentContext(Conversation):
             LimitExceeded: The messages are more than fits.
             AgentError: They cannot be rendered, or an argument is wrong.
         """
-        offered = None if tools is None else self._state.list_schemas(tools)
+        offered = None if tools is None else _list_schemas(self.tools, tools)
         drawn = self.sampling
         if sampling is not None:
             drawn = self._state.read_sampling("open_segment", sampling)
@@ -469,7 +385,9 @@ class AgentContext(Conversation):
             yield opened
         finally:
             for each in opened.all():
-                each._refuse_more()
+                if each._generation is None:
+                    each._end_turn()
+                each._is_closed = True
                 self.services.engines.forget(each.session_id)
 
     # The simulated user.
@@ -492,24 +410,20 @@ class AgentContext(Conversation):
             LimitExceeded: A deadline fired.
         """
         state = self._state
-        if state.interaction is None or not self.is_main:
+        if state.user is None or not self.is_main:
             raise AgentError("ask_user: no interaction takes part in this trajectory")
         await self.settle()
         began = state.clock()
-        try:
-            with self.answering():
-                messages = list(template_messages(self.messages))
-                turn = await contain(USER, partial(state.interaction.respond, messages))
-        except BaseException as error:
-            state.end_by(error)
-            raise
+        with self._noting_limits(), self.answering():
+            messages = list(template_messages(self.messages))
+            turn = await contain(USER, partial(state.user.respond, messages))
         state.idle_since = now = state.clock()
         if self.events.is_on:
             events, number = self.events, self.identity.number
             at = events.since_start(now)
             event = UserEnded(at=at, trajectory=number, began=events.since_start(began))
             events.tell_event(number, event)
-        return turn, read_user_turn(state, turn)
+        return turn, state.read_user_turn(turn)
 
     # How it ends.
 
@@ -524,9 +438,11 @@ class AgentContext(Conversation):
         """
         return worst(
             [
-                await each._renderer.find_drift(each._log)
+                await each._renderer.find_drift(each._history)
                 for each in self.all()
-                if each._log.turns and each.history == "append_only" and not each._log.has_raw_ids
+                if each._history.turns
+                and each.history == "append_only"
+                and not each._history.has_raw_ids
             ]
         )
 
@@ -552,7 +468,7 @@ class AgentContext(Conversation):
         state.is_over = True
         if state.used_tools is not None:
             await state.used_tools.close()
-        user, state.interaction = state.interaction, None
+        user, state.user = state.user, None
         if user is not None:
             cleanup_s, what = self.services.config.limits.cleanup_s, "finish of the interaction"
             await finish(what, user.finish, cleanup_s, self.identity.session_id)
@@ -580,3 +496,44 @@ def open_context(
     history = History(Row(Transcript(), MAIN), state.renderer.reader)
     group_id = "" if is_alone else f"{identity.step}/{identity.uid}"
     return AgentContext(state, history, identity, state.renderer, sampling, group_id=group_id)
+
+
+def _list_schemas(
+    own: TrajectoryTools, tools: Sequence[str | Mapping[str, Any]]
+) -> Sequence[Mapping[str, Any]]:
+    """The schemas of tools that are named, or given as schemas."""
+    if isinstance(tools, str) or not isinstance(tools, Sequence):
+        raise AgentError(f"open_segment: tools = {tools!r:.80}; expected a list")
+    known = dict(zip(own.names, own.schemas, strict=True))
+    schemas: list[Mapping[str, Any]] = []
+    for tool in tools:
+        schema = known.get(tool) if isinstance(tool, str) else tool
+        function = schema.get("function") if isinstance(schema, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            names = ", ".join(map(repr, known)) or "none"
+            raise AgentError(
+                f"open_segment: the tool {tool!r:.80} is none of the trajectory's ({names}) and "
+                "no schema; expected a name, or {'type': 'function', 'function': {'name': ...}}"
+            )
+        schemas.append(schema)  # type: ignore[arg-type]
+    return schemas
+
+
+def list_segments(conversations: Iterable[AgentContext]) -> list[Segment]:
+    """The tree of their rows; each conversation comes after the one that it departs from."""
+    rows = [(each, row) for each in conversations for row in each.rows]
+    positions = {id(row): at for at, (_, row) in enumerate(rows)}
+    return [
+        Segment(
+            transcript=row.transcript,
+            parent=None if row.parent is None else Parent(positions[id(row.parent)], row.position),
+            purpose=row.purpose,
+            trainable=each.trainable,
+            reward=each._reward,
+            session_id=each.session_id,
+            seeds=row.seeds,
+            messages=each.messages if row.messages is None else row.messages,
+            token_rewards=row.spread_rewards(),
+        )
+        for each, row in rows
+    ]

@@ -7,24 +7,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rollout.agents.history import History, Row, check_purpose, find_departure, spread_rewards
-from rollout.agents.rendering import NO_ROOM_AGAIN, check_ids, make_length_error, make_room_error
+from rollout.agents.history import History, Row, check_purpose, find_departure
+from rollout.agents.rendering import Renderer, check_ids, make_room_error
+from rollout.agents.trajectory_state import UNRESPONSIVE
 from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.result_order import message_ids, result_order
-from rollout.chat.reward_values import BadRewardError, finite_number
-from rollout.chat.trajectory import BRANCH, MAIN, SUBAGENT, Parent, Segment
+from rollout.chat.reward_values import BadRewardError, as_reward, finite_number
+from rollout.chat.trajectory import BRANCH, SUBAGENT
 from rollout.chat.transcript import Transcript
 from rollout.containment import UnresponsiveError
 from rollout.errors import AgentError, LimitExceeded
-from rollout.types import without_padding
+from rollout.types import Outcome, without_padding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Self
 
-    from rollout.agents.history import Messages, Rendered
-    from rollout.agents.rendering import Given, Renderer, Room, Schemas
+    from rollout.agents.history import Rendered
+    from rollout.agents.rendering import Given, Room, Schemas
     from rollout.agents.trajectory_state import TrajectoryState
+    from rollout.chat.messages import Messages
     from rollout.engine.core import SamplingParams
     from rollout.engine.pool.generation import Generation
     from rollout.limits import Limit
@@ -46,7 +48,7 @@ class Conversation:
     def __init__(
         self,
         state: TrajectoryState,
-        log: History,
+        history: History,
         identity: Identity,
         renderer: Renderer,
         sampling: SamplingParams,
@@ -55,16 +57,16 @@ class Conversation:
     ) -> None:
         self.history: str = state.config.history
         self.on_tokens: list[Callable[[Generation], object]] = []
-        self._state, self._log, self._renderer = state, log, renderer
+        self._state, self._history, self._renderer = state, history, renderer
         self._identity, self._group_id, self._sampling = identity, group_id, sampling
         self._session_id = identity.session_id
-        self._opened: tuple[Self, ...] = ()
-        self._opened_count = 0
+        self._opened: list[Self] = []
+        self._opened_count = 0  # with those whose opening failed
         self._turn_began: float | None = None  # by the time of the trajectory's limit
         self._generation: Generation | None = None  # under way
-        self._unsettled: tuple[Given | array[int], ...] = ()  # observations still to be encoded
+        self._unsettled: list[Given | array[int]] = []  # observations still to be encoded
         self._is_closed = False
-        self._ends_at_lengths = self.purpose == MAIN
+        self._ends_at_lengths = self.is_main  # else a length is for its agent to judge
         self._reserved_tokens = self._known_tokens = 0
         self._assistant_turns = self._user_turns = self._errors_in_a_row = 0
         self._cut_by: str | None = None
@@ -74,24 +76,29 @@ class Conversation:
     # What there is of it.
 
     @property
+    def is_main(self) -> bool:
+        """Whether it is the trajectory's main conversation."""
+        return not self._identity.path
+
+    @property
     def transcript(self) -> Transcript:
         """The exact tokens so far; those of the last row, where the history is rendered again."""
-        return self._log.transcript
+        return self._history.transcript
 
     @property
     def rows(self) -> Sequence[Row]:
         """Its rows in order; one, unless its history was rendered again."""
-        return self._log.rows
+        return self._history.rows
 
     @property
     def messages(self) -> Messages:
         """The conversation so far."""
-        return self._log.messages
+        return self._history.messages
 
     @property
     def purpose(self) -> str:
         """Of its segment: "main", "branch", "subagent", or what its agent calls it."""
-        return self._log.rows[0].purpose
+        return self._history.rows[0].purpose
 
     @property
     def session_id(self) -> str:
@@ -106,7 +113,7 @@ class Conversation:
     @property
     def in_reasoning(self) -> bool:
         """Whether its last turn began, or the next one begins, inside reasoning."""
-        return self._log.in_reasoning
+        return self._history.in_reasoning
 
     @property
     def assistant_turns(self) -> int:
@@ -170,31 +177,57 @@ class Conversation:
 
     @property
     def reward(self) -> Any:
-        """Its segment's own; None: the trajectory's.
+        """What the agent itself gives; assign to set it. Of an opened conversation, its segment's.
+
+        A number, a `Reward` (not of a segment) or None; a reward function of `open_rollout` decides
+        in its place.
 
         Raises:
-            AgentError: What is assigned is neither a finite number of float32 nor None.
+            AgentError: What is assigned is none of these.
         """
-        return self._reward
+        return self._state.reward if self.is_main else self._reward
 
     @reward.setter
     def reward(self, reward: Any) -> None:
-        self._set_reward(reward)
-
-    def _set_reward(self, reward: Any) -> None:
         try:
-            self._reward = None if reward is None else finite_number(reward, "the agent")
-        except BadRewardError:
+            if not self.is_main:
+                self._reward = None if reward is None else finite_number(reward, "the agent")
+                return
+            as_reward(0.0 if reward is None else reward, "the agent")
+        except BadRewardError as error:
             what = f"{self.session_id}: reward = {reward!r:.80}"
-            raise AgentError(f"{what}: expected a finite number") from None
-
-    def _refuse_more(self) -> None:
-        """Take no more of it; what there is stays."""
-        if self._generation is None:
-            self._end_turn()
-        self._is_closed = True
+            expected = error if self.is_main else "expected a finite number"
+            raise AgentError(f"{what}: {expected}") from None
+        self._state.reward = reward
 
     # How it begins, and how others are opened from it.
+
+    async def begin(
+        self, messages: Given | None = None, *, ids: Sequence[int] | None = None
+    ) -> None:
+        """Render the prompt and start the simulated user; `generate` does so where nobody has.
+
+        Args:
+            messages: In place of the prompt's own, or of those that a segment was opened with.
+            ids: The prompt in tokens. Neither it nor the history is rendered then, or compared.
+        """
+        if self.transcript and ids is None and not self.is_main:
+            if messages is not None:  # a segment begins as it is opened
+                await self.begin_with(without_padding(messages))
+            return
+        if self.transcript:
+            raise AgentError("begin: the trajectory has begun already")
+        state, is_shared = self._state, messages is None
+        given = state.prompt.messages if messages is None else without_padding(messages)
+        if ids is None:
+            rendered = await self._renderer.render_prompt(given, is_shared=is_shared)
+        else:
+            rendered = self._renderer.read_opening("begin", ids, given)
+        if rendered.cut_tokens:
+            state.count_cut(rendered.cut_tokens)
+        state.make_user()
+        self._history.begin(rendered)
+        await state.start_user()
 
     async def begin_with(self, messages: Given, *, tools: Schemas | None = None) -> None:
         """Begin with these messages in place of the prompt's, or of those that it was opened with.
@@ -211,23 +244,20 @@ class Conversation:
             LimitExceeded: They are more than fits; nothing has begun.
             AgentError: They cannot be rendered, or it has begun.
         """
-        is_main, row = self.purpose == MAIN, self.rows[0]
-        renderer = self._renderer
-        if is_main or tools is not None:
-            renderer = self._state.make_renderer(tools)
+        row, renderer = self.rows[0], self._find_renderer(tools)
         rendered = await renderer.render_opening("begin_with", messages)
-        if self.transcript and (is_main or row.seeds):
+        if self.transcript and (self.is_main or row.seeds):
             raise AgentError(f"begin_with: {self.session_id} has begun already")
         row.transcript = Transcript()
         row.position = find_departure(row.parent, rendered.ids, row.purpose, row.position)
-        self._renderer, self._log = renderer, History(row, renderer.reader)
-        self._log.begin(rendered, renderer.prompt_room)
+        self._renderer, self._history = renderer, History(row, renderer.reader)
+        self._history.begin(rendered, renderer.prompt_room)
         self._ends_at_lengths = False
 
     @property
     def opened(self) -> Sequence[Self]:
         """The conversations opened from it, in their order."""
-        return self._opened
+        return tuple(self._opened)
 
     def all(self) -> Iterator[Self]:
         """It and those opened from it, each before its own, in the order of their opening."""
@@ -245,7 +275,8 @@ class Conversation:
     ) -> Self:
         """A conversation that continues this one differently, from its end or an earlier position.
 
-        Its transcript begins with this one's first tokens, which are context there: mask 0.
+        Its transcript begins with this one's first tokens, which are context there: mask 0. The
+        trajectory begins where nobody has begun it.
 
         Args:
             position: How many tokens; None: all there are. The end of a prompt, of a turn or of
@@ -259,17 +290,19 @@ class Conversation:
             LimitExceeded: The messages leave no room for one more token; nothing is opened.
             TemplateError: As `answer`; nothing is opened.
         """
+        if not self.transcript:
+            await self.begin()
         check_purpose(purpose)
         identity = self._next_identity()
         if self._generation is None:
             self._check_idle("branch")
             await self._settle()
         position = len(self.transcript) if position is None else position
-        log = self._log.fork(position, purpose, self._renderer.reader)
-        opened = self._make(log, identity, self._renderer, self._group_id or self._session_id)
+        history = self._history.fork(position, purpose, self._renderer.reader)
+        opened = self._make(history, identity, self._renderer, self._group_id or self._session_id)
         if messages is not None:
             await opened.answer(messages, is_ordered=is_ordered)
-        self._opened += (opened,)
+        self._opened.append(opened)
         return opened
 
     async def subagent(
@@ -291,7 +324,7 @@ class Conversation:
         """
         check_purpose(purpose)
         identity = self._next_identity()
-        renderer = self._renderer if tools is None else self._state.make_renderer(tools)
+        renderer = self._find_renderer(tools)
         rendered = await renderer.render_opening("subagent", without_padding(messages))
         return self._open_beside(rendered, purpose, identity, renderer)
 
@@ -306,6 +339,9 @@ class Conversation:
         rendered = self._renderer.read_opening("subagent_ids", prompt_ids)
         return self._open_beside(rendered, purpose, self._next_identity(), self._renderer)
 
+    def _find_renderer(self, tools: Schemas | None) -> Renderer:
+        return self._renderer if tools is None else Renderer(self._state.services, tuple(tools))
+
     def _next_identity(self) -> Identity:
         self._opened_count += 1
         return self._identity.opened(self._opened_count - 1)
@@ -315,16 +351,18 @@ class Conversation:
     ) -> Self:
         parent, end = self.rows[-1], len(self.transcript)
         position = find_departure(parent, rendered.ids, purpose, end)
-        log = History(Row(Transcript(), purpose, parent, position), renderer.reader)
-        log.begin(rendered, renderer.prompt_room)
-        opened = self._make(log, identity, renderer, "")
-        self._opened += (opened,)
+        history = History(Row(Transcript(), purpose, parent, position), renderer.reader)
+        history.begin(rendered, renderer.prompt_room)
+        opened = self._make(history, identity, renderer, "")
+        self._opened.append(opened)
         return opened
 
-    def _make(self, log: History, identity: Identity, renderer: Renderer, group_id: str) -> Self:
+    def _make(
+        self, history: History, identity: Identity, renderer: Renderer, group_id: str
+    ) -> Self:
         """Make a conversation with this one's settings."""
         kind = type(self)
-        made = kind(self._state, log, identity, renderer, self._sampling, group_id=group_id)
+        made = kind(self._state, history, identity, renderer, self._sampling, group_id=group_id)
         made.history, made._turn_began = self.history, self._turn_began
         return made
 
@@ -367,14 +405,14 @@ class Conversation:
         messages = self._order(without_padding(messages))
         rendered = None
         if not self._unsettled:
-            after, room = self._log.unanswered_ids, self._find_room()
+            after, room = self._history.unanswered_ids, self._find_room()
             with self._noting_limits():
                 rendered = self._renderer.render_observation_now(messages, after, room)
         if rendered is None:
-            self._unsettled += (messages,)
+            self._unsettled.append(messages)
         else:
             self._end_turn()
-            self._log.observe(rendered)
+            self._history.observe(rendered)
 
     def observe_ids(self, ids: Sequence[int]) -> None:
         """Append tokens that the model reads and did not sample, as they are.
@@ -393,7 +431,7 @@ class Conversation:
         self._check_idle("observe_ids")
         packed = check_ids(ids, self._state.services.engines.info.vocab_size)
         if self._unsettled:
-            self._unsettled += (packed,)
+            self._unsettled.append(packed)
         else:
             self._observe_ids(packed)
 
@@ -425,7 +463,7 @@ class Conversation:
         with self._noting_limits():
             rendered = await self._renderer.render_opening("compact", without_padding(messages))
         self._end_turn()
-        self._log.compact(rendered, self._renderer.prompt_room)
+        self._history.compact(rendered, self._renderer.prompt_room)
         self._known_tokens = 0
 
     def keep_room(self, tokens: int) -> None:
@@ -438,7 +476,7 @@ class Conversation:
             tokens: 0 reserves none.
         """
         self._reserved_tokens = tokens
-        self._ends_at_lengths = self.purpose == MAIN and not tokens
+        self._ends_at_lengths = self.is_main and not tokens
 
     def reward_turn(self, value: float) -> None:
         """Give the last turn a reward, at its last token; several add up.
@@ -448,13 +486,13 @@ class Conversation:
             BadRewardError: It is no finite number.
         """
         number = finite_number(value, "reward_turn")
-        if not self._log.reward_turn(number):
+        if not self._history.reward_turn(number):
             raise AgentError(f"reward_turn: {self.session_id} has no turn in its last row")
 
     def _end_turn(self) -> None:
         """End a turn that a branch was to continue: it is what there is of it."""
-        if self._log.turn_start is not None:
-            self._log.end_turn(self._renderer.reader, self._cut_by)
+        if self._history.turn_start is not None:
+            self._history.end_turn(self._renderer.reader, self._cut_by)
 
     def _order(self, messages: Given, *, is_checked: bool = True) -> Given:
         """The messages with results of tools in the order of the calls of the turn before them.
@@ -468,7 +506,7 @@ class Conversation:
         ids = [message_ids(message) for message in listed]
         if not any(each.answers for each in ids):
             return listed
-        calls = self._log.calls
+        calls = self._history.calls
         for waiting in self._unsettled:
             if not isinstance(waiting, array):
                 calls = calls.after(map(message_ids, waiting))
@@ -480,8 +518,12 @@ class Conversation:
         """A limit that fires in the block settles the outcome, even where an agent swallows it."""
         try:
             yield
-        except (LimitExceeded, UnresponsiveError) as error:
-            self._state.end_by(error, ends_at_lengths=self._ends_at_lengths)
+        except LimitExceeded as error:
+            if self._ends_at_lengths or error.outcome is not Outcome.LENGTH:
+                self._state.end(error.outcome, error.reason, limit_source=error.source)
+            raise
+        except UnresponsiveError:
+            self._state.end(Outcome.FAILED, UNRESPONSIVE)
             raise
 
     def _check_idle(self, what: str, *, is_begun: bool = True) -> None:
@@ -494,7 +536,7 @@ class Conversation:
 
     def _find_room(self, transcript: Transcript | None = None) -> Room:
         """Tokens that may still be appended, and the path of the length that bounds them."""
-        services, transcript = self._state.services, transcript or self._log.transcript
+        services, transcript = self._state.services, transcript or self._history.transcript
         length = transcript.prefix.length + self._reserved_tokens
         context = services.engines.info.context_length - length
         response = services.config.lengths.response - length + transcript.prompt_length
@@ -504,8 +546,7 @@ class Conversation:
 
     async def _settle(self) -> None:
         while self._unsettled:
-            first, *rest = self._unsettled
-            self._unsettled = tuple(rest)
+            first = self._unsettled.pop(0)
             if isinstance(first, array):
                 self._observe_ids(first)
             else:
@@ -513,12 +554,12 @@ class Conversation:
 
     async def _observe(self, messages: Given) -> None:
         self._end_turn()
-        after, room = self._log.unanswered_ids, self._find_room()
+        after, room = self._history.unanswered_ids, self._find_room()
         with self._noting_limits():
             rendered = await self._renderer.render_observation(
                 messages, after, room, self.transcript
             )
-        self._log.observe(rendered)
+        self._history.observe(rendered)
 
     def _observe_ids(self, ids: array[int]) -> None:
         room, source = self._find_room()
@@ -528,7 +569,7 @@ class Conversation:
         if ids:
             self._end_turn()
             text = self._state.services.template.decode(ids)
-            self._log.observe_ids(ids, in_reasoning=opens_reasoning(text))
+            self._history.observe_ids(ids, in_reasoning=opens_reasoning(text))
 
     # What the model generates.
 
@@ -541,58 +582,18 @@ class Conversation:
         with self._noting_limits():
             self._state.check_turns()
 
-    @contextmanager
-    def answering(self) -> Iterator[None]:
-        """The block answers the last turn, within the turn's deadline.
+    def answering(self) -> Limit:
+        """The block that it is entered for answers the last turn, within the turn's deadline.
 
         While the trajectory is carried to another call its time does not count.
 
         Raises:
-            LimitExceeded: The deadline passed.
+            LimitExceeded: The deadline passed; leaving the block raises it.
         """
-        with self._open_turn_limit():
-            yield
-
-    def _open_turn_limit(self) -> Limit:
-        """The limit of the last turn, which began with its generation, for what answers it."""
-        limits = self._state.services.config.limits
-        turn_s = None if self._turn_began is None else limits.turn_s
+        turn_s = None if self._turn_began is None else self._state.services.config.limits.turn_s
         return self._state.limit.open(turn_s, "limits.turn_s", since=self._turn_began)
 
     async def wait_written(self) -> None:
         """Wait until a journal, where there is one, has the last turn."""
         if self._state.log is not None:
             await self._state.log.wait_written()
-
-    async def _render_again(self) -> None:
-        """Open another row where the template writes the history otherwise than the row has it.
-
-        Raises:
-            LimitExceeded: The new row would leave no room for a token; the old one stays.
-        """
-        transcript = await self._renderer.render_again(self._log)
-        room, source = self._find_room(transcript)
-        if room < 1:
-            raise make_length_error(source, NO_ROOM_AGAIN)
-        if self._log.add_row(transcript):
-            self._known_tokens = 0
-
-
-def list_segments(conversations: Iterable[Conversation]) -> list[Segment]:
-    """The tree of their rows; each conversation comes after the one that it departs from."""
-    rows = [(each, row) for each in conversations for row in each.rows]
-    positions = {id(row): at for at, (_, row) in enumerate(rows)}
-    return [
-        Segment(
-            transcript=row.transcript,
-            parent=None if row.parent is None else Parent(positions[id(row.parent)], row.position),
-            purpose=row.purpose,
-            trainable=each.trainable,
-            reward=each._reward,
-            session_id=each.session_id,
-            seeds=row.seeds,
-            messages=each.messages if row.messages is None else row.messages,
-            token_rewards=spread_rewards(row),
-        )
-        for each, row in rows
-    ]

@@ -16,7 +16,6 @@ from rollout.containment import contain
 from rollout.errors import AgentError
 from rollout.seeds import derive_seed
 from rollout.types import Message
-from rollout.worker_threads import is_async
 
 if TYPE_CHECKING:
     from rollout.agents.context import AgentContext
@@ -65,7 +64,7 @@ class EnvironmentAgent(AgentLoop):
     _make: Callable[[], Any] | None = None  # also of subclasses that do not call `__init__`
 
     def __init__(self, environment: Callable[[], Any] | None = None) -> None:
-        is_one = not (isinstance(environment, type) or _missing(environment))
+        is_one = not (isinstance(environment, type) or _list_missing(environment))
         if environment is not None and (is_one or not callable(environment)):
             raise AgentError(
                 f"EnvironmentAgent: environment = {environment!r:.80}; expected what makes one for "
@@ -95,11 +94,11 @@ class EnvironmentAgent(AgentLoop):
                 )
 
     async def _play(self, environment: Any, context: AgentContext) -> None:
-        reset = _reset(environment, context)
-        observation, info = _begun(await _call(context, environment, "reset", reset))
+        reset = _prepare_reset(environment, context)
+        observation, info = _read_reset(await _call(context, environment, "reset", reset))
         context.extra.update(info)
         before = context.messages if context.transcript else context.prompt.messages
-        await context.begin([*before, *_messages(observation, "reset")])
+        await context.begin([*before, *_make_messages(observation, "reset")])
         scores: list[float] = []
         context.reward = 0.0
         while True:
@@ -107,7 +106,7 @@ class EnvironmentAgent(AgentLoop):
             if turn.cut_by is not None:
                 return
             stepped = await self._step(environment, context, turn)
-            observation, score, is_done, info = _stepped(stepped)
+            observation, score, is_done, info = _read_step(stepped)
             scores.append(score)
             context.turn_scores.append(score)
             context.reward_turn(score)
@@ -115,7 +114,7 @@ class EnvironmentAgent(AgentLoop):
             context.extra.update(info)
             if is_done or has_reached_turn_limit(context):
                 return
-            said = _messages(observation, "step")
+            said = _make_messages(observation, "step")
             await context.answer(said or [Message(role="user", content="")])
 
     async def _step(self, environment: Any, context: AgentContext, turn: AssistantTurn) -> Any:
@@ -125,7 +124,7 @@ class EnvironmentAgent(AgentLoop):
             return await contain(what, partial(_call, context, environment, "step", step))
 
 
-def _reset(environment: Any, context: AgentContext) -> Callable[[], Any]:
+def _prepare_reset(environment: Any, context: AgentContext) -> Callable[[], Any]:
     """The call of `reset`: with the prompt, or with a seed where it is written as gymnasium's."""
     method = environment.reset
     try:
@@ -143,40 +142,36 @@ async def _call(
     context: AgentContext, environment: Any, name: str, method: Callable[[], Any]
 ) -> Any:
     what = f"{name} of {type(environment).__name__}"
-    if is_async(method):
-        if getattr(environment, "backend", "native") == "asyncio":
-            return await context.services.threads.run_asyncio(what, method)
-        return await method()
-    value = await context.services.threads.run(what, method)
-    return await value if inspect.isawaitable(value) else value
+    backend = getattr(environment, "backend", "native")
+    return await context.services.threads.call(what, method, backend=backend)
 
 
-def _missing(environment: Any) -> list[str]:
+def _list_missing(environment: Any) -> list[str]:
     return [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]
 
 
 def _check(environment: Any) -> None:
-    missing = _missing(environment)
+    missing = _list_missing(environment)
     if missing:
         name = type(environment).__name__
         raise AgentError(f"the environment {name} has no method {' and no '.join(missing)}")
 
 
-def _begun(value: Any) -> tuple[Any, Mapping[str, Any]]:
+def _read_reset(value: Any) -> tuple[Any, Mapping[str, Any]]:
     """The observation that a reset returned, and the info beside it."""
-    if not isinstance(value, tuple) or len(value) != 2:
-        return value, {}
-    observation, info = value
-    if not isinstance(info, Mapping | None) or (_is_message(observation) and _is_message(info)):
-        return value, {}
-    return observation, info or {}
+    if isinstance(value, tuple) and len(value) == 2:
+        observation, info = value
+        kinds = (isinstance(each, Message) or _has_role(each) for each in value)
+        if isinstance(info, Mapping | None) and not all(kinds):
+            return observation, info or {}
+    return value, {}
 
 
-def _is_message(value: Any) -> bool:
-    return isinstance(value, Message) or (isinstance(value, Mapping) and "role" in value)
+def _has_role(value: Any) -> bool:
+    return isinstance(value, Mapping) and "role" in value
 
 
-def _stepped(value: Any) -> tuple[Any, float, bool, Mapping[str, Any]]:
+def _read_step(value: Any) -> tuple[Any, float, bool, Mapping[str, Any]]:
     """What a step returned, once it is known to be right.
 
     Raises:
@@ -192,7 +187,7 @@ def _stepped(value: Any) -> tuple[Any, float, bool, Mapping[str, Any]]:
     return observation, finite_number(reward, "step of the environment"), is_done, info or {}
 
 
-def _messages(observation: Any, where: str) -> Messages:
+def _make_messages(observation: Any, where: str) -> Messages:
     if observation is None:
         return []
     if isinstance(observation, str):

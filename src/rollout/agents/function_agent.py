@@ -22,10 +22,10 @@ from rollout.types import Prompt
 from rollout.worker_threads import is_async
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable
 
     from rollout.agents.context import AgentContext
-    from rollout.agents.gateway_door import GatewayAddress
+    from rollout.agents.services import GatewayAddress
 
 Backend = Literal["asyncio", "native"]
 Function = TypeVar("Function", bound="Callable[..., Any]")
@@ -122,38 +122,28 @@ class FunctionAgent(AgentLoop):
             context.reward = as_reward(value, f"the agent {self.name!r}")
 
     async def _call(self, context: AgentContext, task: AgentTask) -> Any:
-        if not is_async(self.function):
-            value = await context.services.threads.run_beside(
-                self._what,
-                self.function,
-                task,
-                patience_s=context.services.config.limits.cleanup_s * _PATIENCE,
-            )
-            # An async function in a sync wrapper: the wrapper ran in the thread.
-            if not inspect.isawaitable(value):
-                return value
-            return await self._run_async(context, lambda: value)
-        return await self._run_async(context, functools.partial(self.function, task))
-
-    async def _run_async(self, context: AgentContext, call: Callable[[], Awaitable[Any]]) -> Any:
+        threads, cleanup_s = context.services.threads, context.services.config.limits.cleanup_s
+        what, value = f"agent {self.name!r}", None
         remedy = _REMEDY  # noqa: F841  (see observe.blocking_code)
+        if not is_async(self.function):
+            patience_s = cleanup_s * _PATIENCE
+            value = await threads.run_beside(what, self.function, task, patience_s=patience_s)
+            if not inspect.isawaitable(value):
+                return value  # else it wraps an async function
+
+        async def call() -> Any:
+            return await (self.function(task) if value is None else value)
+
         if self.backend == "native":
             return await call()
 
         async def job() -> Any:
             # What the watchdog says of the code that blocks this loop, which is not the runtime's.
-            activity, remedy = f"{self._what} of {context.identity}", _REMEDY  # noqa: F841
+            activity, remedy = f"{what} of {context.identity}", _REMEDY  # noqa: F841
             return await call()
 
         # Longer than its containment waits, which says then where it is.
-        cleanup_s = 2 * context.services.config.limits.cleanup_s
-        return await context.services.threads.run_asyncio(
-            self._what, job, cleanup_s=cleanup_s, is_apart=True
-        )
-
-    @property
-    def _what(self) -> str:
-        return f"agent {self.name!r}"
+        return await threads.run_asyncio(what, job, cleanup_s=2 * cleanup_s, is_apart=True)
 
 
 def agent(name: str, *, backend: Backend = "asyncio") -> Callable[[Function], Function]:
@@ -206,7 +196,7 @@ async def openai_messages(context: AgentContext) -> list[dict[str, Any]]:
     """
     media = context.services.media
     try:
-        given = await media.prepared(context.prompt.messages, is_shared=True)
+        given = await media.prepare(context.prompt.messages, is_shared=True)
         messages = with_arguments_as_text(template_messages(order_messages(as_messages(given))))
         return [
             {**each, "content": await media.run(list, map(_part, each["content"]))}

@@ -1,4 +1,4 @@
-"""Generates one turn of a conversation, from its start to its span in the transcript."""
+"""One turn of a conversation: generated from its start to its span, and answered by tools."""
 
 from __future__ import annotations
 
@@ -9,19 +9,27 @@ import msgspec
 
 from rollout.agents.ending import Ending
 from rollout.agents.prompt_sampling import warn_of_truncation
-from rollout.agents.rendering import make_length_error
+from rollout.agents.rendering import NO_ROOM_AGAIN, make_length_error
+from rollout.agents.turn_log import make_calls_question
 from rollout.engine.cores.checks import check_sampling
 from rollout.engine.pool.generation import Generation
 from rollout.errors import EngineError
 from rollout.observe.events import TurnEnded, TurnStarted
+from rollout.tools import ToolResult
+from rollout.tools.results import Answers
+from rollout.tools.trajectory_tools import CallEvents
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
     from rollout.agents.conversation import Conversation
-    from rollout.agents.trajectory_state import TrajectoryState
     from rollout.agents.turn import AssistantTurn, TurnOptions
     from rollout.engine.core import FinishReason, SamplingParams
     from rollout.limits import Limit
+    from rollout.types import InvalidToolCall, ToolCall
+
+    Calls = Sequence[ToolCall | InvalidToolCall]
 
 
 async def generate_turn(conversation: Conversation, options: TurnOptions) -> AssistantTurn:
@@ -30,85 +38,131 @@ async def generate_turn(conversation: Conversation, options: TurnOptions) -> Ass
     Whatever ends the wait, a limit, a failure or a cancellation, the tokens that have arrived are
     in the transcript. See `AgentContext.generate`.
     """
-    state, log, stop = conversation._state, conversation._log, options.stop
-    services, events, who = state.services, state.services.events, conversation._identity
-    readers = (*conversation.on_tokens, *(() if stop is None else (stop,)))
-    generation = Generation(readers, is_seeded=options.seed is not None)
-    number, seed = conversation._assistant_turns, options.seed
+    state, number = conversation._state, conversation._assistant_turns
+    seed, is_seeded = options.seed, options.seed is not None
     if seed is None:
-        seed = who.seed_of_turn(number)
-    conversation._generation = generation
+        seed = conversation._identity.seed_of_turn(number)
+    readers = (*conversation.on_tokens, *(() if options.stop is None else (options.stop,)))
+    generation = conversation._generation = Generation(readers, is_seeded=is_seeded)
     state.generations += 1  # now, since several conversations may generate at once
     try:
         await conversation._settle()
-        started = state.clock()
-        if events.tells_all:
-            at = events.since_start(started)
-            events.emit(TurnStarted(at=at, trajectory=who.number, turn=number, path=who.path))
-        conversation._turn_began = state.limit.own_time()
-        limit = _open_limit(conversation)
-        recalled_s, is_over = None, False
-        try:
-            with limit, nullcontext() if stop is None else stop.scope:
-                if conversation.history != "append_only" and log.is_renderable:
-                    await conversation._render_again()
-                prefix = log.transcript.prefix
-                sampling = _draw_sampling(conversation, options, generation, seed)
-                if state.log is not None and state.log.has_answers:
-                    recalled_s = await state.log.recall_turn(prefix, seed, generation)
-                if recalled_s is None:
-                    await services.engines.generate(
-                        generation,
-                        session_id=conversation.session_id,
-                        prompt_ids=prefix,
-                        sampling=sampling,
-                        priority=state.prompt.priority,
-                        known_experts=log.transcript.routed_length,
-                        group_id=conversation._group_id,
-                        limit=limit,
-                        trajectory=who.number,
-                        media=log.transcript.media,
-                    )
-                is_stopped = stop is not None and stop.kept is not None
-                if generation.finish_reason == "abort" and not is_stopped:
-                    if limit.is_over:
-                        raise limit.deadline.error()  # the engine kept it before we could
-                    what = f"{conversation.session_id}: the engine aborted the generation"
-                    raise EngineError(what)
-            is_over = True
-        finally:
-            now = state.idle_since = state.clock()
-            generation.kept = None if stop is None else stop.kept
-            if services.media.placeholders:
-                _end_before_placeholder(state, generation)
-            waited_s = now - started - generation.held_s + (recalled_s or 0.0)
-            state.count_generation(generation, waited_s)
-            end = find_end(generation, limit, now)
-            if events.is_on:
-                _emit_turn_ended(conversation, generation, (started, now), end)
-            is_noted = False
-            if is_over and recalled_s is None and state.log is not None:
-                turn_id = (conversation.session_id, number)
-                is_noted = state.log.note_turn(prefix, seed, turn_id, generation, now - started)
-            if generation.count or generation.finish_reason:
-                finish_reason, conversation._cut_by = end
-                log.append_generated(generation.kept_part(), finish_reason, seed)
-                state.count_tokens(generation, conversation._known_tokens)
-                conversation._known_tokens = log.transcript.prefix.length
-                conversation._assistant_turns += 1
-                if not is_over:
-                    with suppress(Exception):  # a parser must not hide what ended the wait
-                        conversation._end_turn()
-        turn = log.end_turn(conversation._renderer.reader, conversation._cut_by)
-        if is_noted and state.log is not None:
-            await state.log.wait_written()
-        if conversation._renderer.reader.schemas:  # tools could be called
-            services.tally.turns_with_tools += 1
-            services.tally.turns_with_calls += bool(turn.calls)
+        is_noted = await _sample(conversation, options, generation, seed)
+        reader = conversation._renderer.reader
+        turn = conversation._history.end_turn(reader, conversation._cut_by)
+        if is_noted:
+            await conversation.wait_written()
+        if reader.schemas:  # tools could be called
+            state.services.tally.turns_with_tools += 1
+            state.services.tally.turns_with_calls += bool(turn.calls)
         return turn
     finally:
         conversation._generation = None
         state.generations -= conversation._assistant_turns == number  # no token came
+
+
+async def _sample(
+    conversation: Conversation, options: TurnOptions, generation: Generation, seed: int
+) -> bool:
+    """Fill a generation, by an engine or from the log, and append what has arrived.
+
+    Returns whether to wait until the log has it.
+    """
+    state, stop, is_noted, is_whole = conversation._state, options.stop, False, False
+    started = state.clock()
+    _emit_turn_started(conversation, started)
+    conversation._turn_began = state.limit.own_time()
+    limit = _open_limit(conversation)
+    try:
+        with limit, nullcontext() if stop is None else stop.scope:
+            if conversation.history != "append_only":
+                await _render_again(conversation)
+            sampling = _draw_sampling(conversation, options, generation, seed)
+            log, prefix, recalled_s = state.log, conversation.transcript.prefix, None
+            if log is not None and log.has_answers:
+                recalled_s = await log.recall_turn(prefix, seed, generation)
+            if recalled_s is None:
+                await _ask_engines(conversation, generation, sampling, limit)
+            if generation.finish_reason == "abort" and (stop is None or stop.kept is None):
+                if limit.is_over:
+                    raise limit.deadline.error()  # the engine kept it before we could
+                what = f"{conversation.session_id}: the engine aborted the generation"
+                raise EngineError(what)
+        is_whole = True
+        if recalled_s is not None:
+            state.generation_s += recalled_s
+        elif log is not None:
+            turn, seconds = (conversation.session_id, conversation._assistant_turns), state.clock()
+            is_noted = log.note_turn(prefix, seed, turn, generation, seconds - started)
+    finally:
+        generation.kept = None if stop is None else stop.kept
+        has_begun = _append_sampled(conversation, generation, limit, started, seed)
+        if has_begun and not is_whole:
+            with suppress(Exception):  # a parser must not hide what ended the wait
+                conversation._end_turn()
+    return is_noted
+
+
+async def _ask_engines(
+    conversation: Conversation, generation: Generation, sampling: SamplingParams, limit: Limit
+) -> None:
+    state, transcript = conversation._state, conversation.transcript
+    await state.services.engines.generate(
+        generation,
+        session_id=conversation.session_id,
+        prompt_ids=transcript.prefix,
+        sampling=sampling,
+        priority=state.prompt.priority,
+        known_experts=transcript.routed_length,
+        group_id=conversation._group_id,
+        limit=limit,
+        trajectory=conversation._identity.number,
+        media=transcript.media,
+    )
+
+
+def _append_sampled(
+    conversation: Conversation, generation: Generation, limit: Limit, started: float, seed: int
+) -> bool:
+    """Append and count what of a generation has arrived; return whether anything has."""
+    state = conversation._state
+    now = state.idle_since = state.clock()
+    before = None
+    if state.services.media.placeholders:
+        before = state.services.media.find_placeholder(generation)
+    if before is not None and (generation.kept is None or before < generation.kept):
+        state.sampled_placeholders += 1
+        generation.kept = before
+    waited_s = now - started - generation.held_s
+    state.count_generation(generation, waited_s, conversation._known_tokens)
+    finish_reason, cut_by = find_end(generation, limit, now)
+    has_begun = bool(generation.count or generation.finish_reason)
+    if state.services.events.is_on:
+        end = finish_reason if has_begun else "", cut_by or ""
+        _emit_turn_ended(conversation, generation, (started, now), end)
+    if has_begun:
+        conversation._cut_by = cut_by
+        conversation._history.append_generated(generation.kept_part(), finish_reason, seed)
+        conversation._known_tokens = conversation.transcript.prefix.length
+        conversation._assistant_turns += 1
+    return has_begun
+
+
+async def _render_again(conversation: Conversation) -> None:
+    """Open another row where the template writes the history otherwise than the row has it.
+
+    Raises:
+        LimitExceeded: The new row would leave no room for a token; the old one stays.
+    """
+    history = conversation._history
+    if not history.is_renderable:
+        return
+    transcript = await conversation._renderer.render_again(history)
+    room, source = conversation._find_room(transcript)
+    if room < 1:
+        raise make_length_error(source, NO_ROOM_AGAIN)
+    if history.add_row(transcript):
+        conversation._known_tokens = 0
 
 
 def _open_limit(conversation: Conversation) -> Limit:
@@ -153,14 +207,6 @@ def _draw_sampling(
     return drawn
 
 
-def _end_before_placeholder(state: TrajectoryState, generation: Generation) -> None:
-    """Keep of a generation what comes before the first placeholder that it sampled."""
-    before = state.services.media.find_placeholder(generation)
-    if before is not None and (generation.kept is None or before < generation.kept):
-        state.sampled_placeholders += 1
-        generation.kept = before
-
-
 def find_end(generation: Generation, limit: Limit, now: float) -> tuple[str, str | None]:
     """How a turn ends: the `finish_reason` of its span, and its `AssistantTurn.cut_by`.
 
@@ -199,15 +245,21 @@ def find_natural_ending(finish_reason: str | None, cut_by: str | None) -> Ending
     return Ending(outcome=Outcome.LENGTH, reason=reason, limit_source=cut_by)
 
 
+def _emit_turn_started(conversation: Conversation, started: float) -> None:
+    identity, events = conversation._identity, conversation._state.services.events
+    if events.tells_all:
+        at, turn = events.since_start(started), conversation.assistant_turns
+        event = TurnStarted(at=at, trajectory=identity.number, turn=turn, path=identity.path)
+        events.emit(event)
+
+
 def _emit_turn_ended(
     conversation: Conversation,
     generation: Generation,
     times: tuple[float, float],
-    end: tuple[str, str | None],
+    end: tuple[str, str],
 ) -> None:
-    identity, count = conversation._identity, generation.count
-    events = conversation._state.services.events
-    is_begun = count > 0 or generation.finish_reason is not None
+    identity, events = conversation._identity, conversation._state.services.events
     event = TurnEnded(
         at=events.since_start(times[1]),
         trajectory=identity.number,
@@ -217,9 +269,65 @@ def _emit_turn_ended(
         requests=tuple([part.request_id for part in generation.parts]),
         prompt_tokens=len(conversation.transcript),
         cached_tokens=generation.cached_tokens,
-        generated_tokens=count,
+        generated_tokens=generation.count,
         held_s=generation.held_s,
-        finish_reason=end[0] if is_begun else "",
-        cut_by=end[1] or "",
+        finish_reason=end[0],
+        cut_by=end[1],
     )
     events.tell_event(identity.number, event)
+
+
+async def answer_calls(conversation: Conversation, calls: Calls) -> list[ToolResult]:
+    """Run calls side by side, or take what the log remembers of them; count what they answer."""
+    state, log, session = conversation._state, conversation._state.log, conversation.session_id
+    state.count_calls(len(calls))
+    offered = None  # all tools of the trajectory
+    if conversation._renderer is not state.renderer:
+        schemas = conversation._renderer.reader.schemas
+        offered = {str(schema["function"]["name"]) for schema in schemas}
+    known = None
+    if log is not None:
+        question = make_calls_question(conversation.transcript.prefix, calls)
+        known = await log.recall_answers(question, session, calls) if log.has_answers else None
+    if known is not None:
+        results = state.tools.recall(calls, known, offered)
+    else:
+        before = state.tools.seconds
+        results = await _run_calls(conversation, calls, offered)
+        if log is not None:
+            answers = Answers(results, state.tools.seconds - before)
+            turn, stateful = conversation.assistant_turns, state.tools.find_stateful(calls)
+            if log.note_answers(question, (session, turn), answers, stateful):
+                await log.wait_written()
+    sandbox = state.used_sandbox
+    if sandbox is not None and sandbox.failure is not None:
+        raise type(sandbox.failure)(str(sandbox.failure)) from sandbox.failure
+    state.tool_rewards += [r.reward for r in results if r.reward is not None]
+    errors = state.count_errors(results, conversation._errors_in_a_row)
+    conversation._errors_in_a_row = errors
+    return results
+
+
+async def _run_calls(
+    conversation: Conversation, calls: Calls, offered: Collection[str] | None
+) -> list[ToolResult]:
+    """Run calls; read the images and videos in their results, within the turn's time."""
+    state, events = conversation._state, None
+    if state.services.events.is_on:
+        identity, turn = conversation._identity, conversation.assistant_turns - 1
+        where = {"trajectory": identity.number, "turn": turn, "path": identity.path}
+        events = CallEvents(state.services.events, where)
+    limit = conversation.answering()
+    results = await state.tools.run(calls, limit=limit, offered=offered, events=events)
+    if not any(result.has_media for result in results):
+        return results
+    read, count = list[ToolResult](), len(conversation.transcript.media)
+    with conversation.answering():
+        for call, result in zip(calls, results, strict=True):
+            name = getattr(call, "name", "tool")
+            shown = await state.services.media.read_result(name, result, count)
+            if shown.is_error and not result.is_error:
+                state.tools.note_refused_media(name)
+            count += len(shown.images) + len(shown.videos)
+            read.append(shown)
+    return read

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from rollout.agents.turn import make_message
-from rollout.chat.messages import template_messages, with_results_as_user
+from rollout.chat.messages import Messages, template_messages, with_results_as_user
 from rollout.chat.result_order import NO_CALLS, TurnCalls, message_ids
 from rollout.chat.trajectory import BRANCH, COMPACTION
 from rollout.chat.transcript import Transcript, append_split, common_length
@@ -18,50 +18,11 @@ from rollout.types import Message
 from rollout.utf8 import encodable, is_name
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Mapping
 
     from rollout.agents.turn import AssistantTurn, TurnReader
     from rollout.engine.pool.generation import Generation
     from rollout.media import PlacedMedia
-
-
-class Messages(Sequence[Message]):
-    """The messages of a conversation, to be read; equal to a list of the same.
-
-    Attributes:
-        decode: Ids to text, by the tokenizer that encoded them.
-    """
-
-    def __init__(self, known: list[Message], decode: Callable[[Sequence[int]], str]) -> None:
-        self._list = known
-        self.decode = decode
-
-    def __len__(self) -> int:
-        return len(self._list)
-
-    @overload
-    def __getitem__(self, at: int) -> Message: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[Message]: ...
-    def __getitem__(self, at: int | slice) -> Message | list[Message]:
-        return self._list[at]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and self._list == list(other)
-
-    __hash__ = None  # type: ignore[assignment]  # as of a list
-
-    def __add__(self, others: Iterable[Message]) -> list[Message]:
-        return [*self, *others]
-
-    def __radd__(self, others: Iterable[Message]) -> list[Message]:
-        return [*others, *self]
-
-    def __repr__(self) -> str:
-        return repr(self._list)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return list, (self._list,)  # who gets it elsewhere has no tokenizer
 
 
 class Rendered(NamedTuple):
@@ -104,7 +65,7 @@ class Mark(NamedTuple):
 
 #: Stands for a turn without words, between two observations that followed each other: the template
 #: writes an empty turn there.
-SILENT = Mark(-1, 0)
+SILENT = Mark(0, 0, turn_start=0)
 
 
 class Row(msgspec.Struct, eq=False):
@@ -125,6 +86,15 @@ class Row(msgspec.Struct, eq=False):
     messages: Sequence[Message] | None = None
     token_rewards: dict[int, float] = {}
 
+    def spread_rewards(self) -> array[float] | None:
+        """One reward for each token after the prompt; None where no token has any."""
+        if not self.token_rewards:
+            return None
+        values = array("f", bytes(4 * self.transcript.response_length))
+        for position, value in self.token_rewards.items():
+            values[position - self.transcript.prompt_length] = value
+        return values
+
 
 class History:
     """The messages and tokens of a conversation, which only ever grow.
@@ -138,39 +108,26 @@ class History:
         in_reasoning: Whether the next turn begins inside reasoning.
         has_raw_ids: Whether it has tokens that are not what the template makes of its messages.
         turn_start: Where the turn begins that the next generation continues; None: it begins one.
-        prompt_messages: How many of its messages are the prompt's.
-        plain: Positions of messages that the template takes in plain words only.
     """
 
     def __init__(self, row: Row, reader: TurnReader) -> None:
         self.rows, self.transcript = [row], row.transcript
+        self._decode = reader.template.decode
         self._added: list[Message] = []
-        self.messages = Messages(self._added, reader.template.decode)
+        self.messages = Messages(self._added, self._decode)
         self.turns: dict[int, Mark] = {}
         self.in_reasoning = self.has_raw_ids = False
         self.turn_start: int | None = None
-        self.prompt_messages = 0
-        self.plain: frozenset[int] = frozenset()
-        self._marks: list[Mark] = []
-        self._prompt = (row.transcript.prefix, 0)  # where its ids are, and how many
-
-    @property
-    def row(self) -> Row:
-        """The last one."""
-        return self.rows[-1]
+        self._marks: list[Mark] = []  # of the last row
+        self._opening_ids, self._opening_messages = b"", 0  # what it began with
 
     @property
     def unanswered_ids(self) -> array[int] | None:
         """The ids of the model's turn at the end; None where something follows the last turn."""
-        if not self.ends_with_turn:
-            return None
-        return self.transcript.prefix.slice(self._marks[-1].turn_start or 0)
-
-    @property
-    def ends_with_turn(self) -> bool:
-        """Whether nothing follows the last turn of the model."""
         last = self._marks[-1]
-        return last.turn_start is not None and last.position == self.transcript.prefix.length
+        if last.turn_start is None or last.position != self.transcript.prefix.length:
+            return None
+        return self.transcript.prefix.slice(last.turn_start)
 
     @property
     def is_renderable(self) -> bool:
@@ -182,33 +139,28 @@ class History:
         """The calls that the next results answer: those of the last turn, whoever gave it."""
         if self.turn_start is not None:
             return NO_CALLS
-        found = []
-        for at in range(len(self._added) - 1, -1, -1):
-            if self.turns.get(at) is SILENT:
-                continue
-            found.append(message_ids(self._added[at]))
-            if found[-1].role == "assistant":
-                break
-        return NO_CALLS.after(reversed(found))
+        silent = {at for at, turn in self.turns.items() if turn is SILENT}
+        last = len(self._added) - 1
+        while last > 0 and (last in silent or self._added[last].role != "assistant"):
+            last -= 1
+        spoken = (at for at in range(last, len(self._added)) if at not in silent)
+        return NO_CALLS.after(message_ids(self._added[at]) for at in spoken)
 
     def decode_turns(self) -> dict[int, str]:
         """The text that the model sampled, by position in `messages`."""
-        decode, prefix = self.messages.decode, self.transcript.prefix
+        piece = self.transcript.prefix.slice
         return {
-            at: "" if turn is SILENT else decode(prefix.slice(turn.turn_start or 0, turn.position))
+            at: self._decode(piece(turn.turn_start or 0, turn.position))
             for at, turn in self.turns.items()
         }
 
     def begin(self, rendered: Rendered, prompt_room: int | None = None) -> None:
         """Append the prompt; what of it is past `prompt_room` tokens is an observation."""
-        ids = rendered.ids
-        if prompt_room is None or len(ids) <= prompt_room:
-            self.transcript.append_prompt(ids, media=rendered.media)
-        else:
-            append_split(self.transcript, ids, rendered.media, prompt_room)
+        room = len(rendered.ids) if prompt_room is None else prompt_room
+        append_split(self.transcript, rendered.ids, rendered.media, room)
         self._added += rendered.messages
-        self.prompt_messages = len(self._added)
-        self._prompt = self.transcript.prefix, len(self.transcript)
+        self._opening_ids = self.transcript.prefix.packed()
+        self._opening_messages = len(self._added)
         self.in_reasoning, self.has_raw_ids = rendered.opens_reasoning, rendered.is_raw
         self._mark()
 
@@ -229,7 +181,7 @@ class History:
         experts = generation.experts()
         if experts is not None:
             transcript.append_routed_experts(experts)
-        self.row.seeds.append(seed)
+        self.rows[-1].seeds.append(seed)
 
     def end_turn(self, reader: TurnReader, cut_by: str | None) -> AssistantTurn:
         """Parse the turn at the end and add its message; one that cannot be parsed is in none."""
@@ -247,7 +199,7 @@ class History:
 
     def observe(self, rendered: Rendered) -> None:
         """Append what answers the model's turn."""
-        if not self.ends_with_turn:
+        if self.unanswered_ids is None:
             self.turns[len(self._added)] = SILENT
             self._added.append(Message(role="assistant", content=""))
         prefix = self.transcript.prefix
@@ -273,9 +225,8 @@ class History:
         Its prompt is what it shares with the first prompt, so that it fits where that one fits (at
         most `longest` tokens where they share nothing); the rest is an observation.
         """
-        transcript, (prefix, length) = Transcript(), self._prompt
-        prompt = common_length(ids, prefix.slice(0, length)) or min(longest, len(ids))
-        append_split(transcript, ids, media, prompt)
+        transcript, shared = Transcript(), common_length(ids, array("i", self._opening_ids))
+        append_split(transcript, ids, media, shared or min(longest, len(ids)))
         return transcript
 
     def add_row(self, transcript: Transcript) -> bool:
@@ -288,21 +239,20 @@ class History:
 
     def compact(self, rendered: Rendered, prompt_room: int) -> None:
         """Begin another row with these messages, in place of all before."""
-        self.row.messages = self.messages
+        self.rows[-1].messages = self.messages
         self._open_row(rendered.ids, Transcript())
-        self._added, self.turns, self.plain = [], {}, frozenset()
-        self.messages = Messages(self._added, self.messages.decode)
+        self._added, self.turns = [], {}
+        self.messages = Messages(self._added, self._decode)
         self.begin(rendered, prompt_room)
 
     def _open_row(self, ids: Sequence[int], transcript: Transcript) -> None:
         shared = common_length(ids, self.transcript.prefix.ids)
-        self.rows.append(Row(transcript, COMPACTION, self.row, shared))
-        self.transcript = transcript
-        self._marks = []
+        self.rows.append(Row(transcript, COMPACTION, self.rows[-1], shared))
+        self.transcript, self._marks = transcript, []
 
     def reward_turn(self, value: float) -> bool:
         """Add to the reward of the last turn's last token; False where the row has no turn."""
-        row, turns = self.row, [mark for mark in self._marks if mark.turn_start is not None]
+        row, turns = self.rows[-1], [mark for mark in self._marks if mark.turn_start is not None]
         if row.seeds and turns and turns[-1].position > (turns[-1].turn_start or 0):
             last = turns[-1].position - 1  # else the turn has no token
             row.token_rewards[last] = row.token_rewards.get(last, 0.0) + value
@@ -328,39 +278,42 @@ class History:
                 "what answered it, or a position within a turn"
             )
         mark = marks[-1]
-        row = Row(self.transcript.fork(position), purpose, self.row, position)
+        row = Row(self.transcript.fork(position), purpose, self.rows[-1], position)
         forked = History(row, reader)
         forked._marks, forked.in_reasoning = marks, mark.in_reasoning
         forked.has_raw_ids = self.has_raw_ids
         forked._added += self._added[: mark.messages]
         forked.turns = {at: turn for at, turn in self.turns.items() if at < mark.messages}
-        forked.plain = frozenset(at for at in self.plain if at < mark.messages)
-        forked._prompt = self._prompt
-        forked.prompt_messages = min(self.prompt_messages, mark.messages)
+        forked._opening_ids = self._opening_ids
+        forked._opening_messages = min(self._opening_messages, mark.messages)
         if is_within and not after and self.turn_start is None:
             forked.has_raw_ids = True  # tokens that an agent appended by itself
         elif is_within:
             forked.turn_start = mark.position
         return forked
 
-    def serve_messages(self, plain: Collection[int]) -> list[Message | Mapping[str, Any]]:
+    def serve_messages(self, *, in_words: bool) -> list[Message | Mapping[str, Any]]:
         """The messages as a serving stack gets them: text, reasoning and calls of a turn apart.
 
         Args:
-            plain: Positions of those that are written in plain words.
+            in_words: Write calls as the text that they are, and tools' answers as a user's words.
         """
-        served: list[Message | Mapping[str, Any]] = []
-        run: list[Message | Mapping[str, Any]] = []
-        for at, message in enumerate(self._added):
-            turn = self.turns.get(at)
-            again = message if turn is None else _write_served(message, turn.reasoning)
-            if at in plain:
-                run.append(again)
-                continue
-            served += _write_plain(run)
-            served.append(again)
-            run = []
-        return served + _write_plain(run)
+        served: list[Message | Mapping[str, Any]] = list(self._added)
+        for at, turn in self.turns.items():
+            content, calls = self._added[at].content, list(self._added[at].tool_calls)
+            if in_words:
+                texts = filter(None, [content, *(call.raw for call in calls)])
+                content, calls = encodable("\n".join(texts)), []
+            served[at] = {
+                "role": "assistant",
+                "content": content,
+                "reasoning_content": turn.reasoning,
+                "tool_calls": calls,
+            }
+        if not in_words:
+            return served
+        first = self._opening_messages
+        return [*served[:first], *with_results_as_user(template_messages(served[first:]))]
 
     def _mark(self, turn_start: int | None = None, reasoning: str | None = None) -> None:
         length, count = self.transcript.prefix.length, len(self._added)
@@ -372,41 +325,6 @@ def find_departure(parent: Row | None, ids: Sequence[int], purpose: str, positio
     if parent is not None and purpose in (BRANCH, COMPACTION):
         return common_length(ids, parent.transcript.prefix.ids)
     return position
-
-
-def _write_served(message: Message, reasoning: str | None) -> Mapping[str, Any]:
-    return {
-        "role": "assistant",
-        "content": message.content,
-        "reasoning_content": reasoning,
-        "tool_calls": list(message.tool_calls),
-    }
-
-
-def _write_plain(
-    messages: Sequence[Message | Mapping[str, Any]],
-) -> list[Message | Mapping[str, Any]]:
-    """The messages with calls as the text that they are, and tools' answers as a user's words."""
-    if not messages:
-        return []
-    return list(with_results_as_user(template_messages(list(map(_write_calls, messages)))))
-
-
-def _write_calls(message: Message | Mapping[str, Any]) -> Message | Mapping[str, Any]:
-    if isinstance(message, Message) or not message["tool_calls"]:
-        return message
-    words = [message["content"], *(call.raw for call in message["tool_calls"])]
-    return {**message, "content": encodable("\n".join(filter(None, words))), "tool_calls": ()}
-
-
-def spread_rewards(row: Row) -> array[float] | None:
-    """One for each token after the prompt; None where no token has any."""
-    if not row.token_rewards:
-        return None
-    values = array("f", bytes(4 * row.transcript.response_length))
-    for position, value in row.token_rewards.items():
-        values[position - row.transcript.prompt_length] = value
-    return values
 
 
 def check_purpose(purpose: Any) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Mapping
+from typing import TypeVar
 
 import msgspec
 
@@ -42,16 +42,11 @@ async def run_text(
 
 def is_long(value: object, room: int = LONG) -> bool:
     """Whether the texts in `value` have more than `room` characters; looks at no more of them."""
-    return _room_beside(value, room) < 0
+    return room_beside(value, room) < 0
 
 
-def room_beside(schemas: Sequence[Mapping[str, Any]]) -> int:
-    """Characters of messages that make a short prompt beside these tools."""
-    return max(0, _room_beside(schemas, LONG))
-
-
-def _room_beside(value: object, room: int) -> int:
-    """Characters of `room` that the texts in `value` leave; negative where they are more."""
+def room_beside(value: object, room: int = LONG) -> int:
+    """Characters that the texts in `value` leave of `room`; negative where they are more."""
     waiting = [value]
     while waiting and room >= 0:
         item = waiting.pop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -19,7 +19,7 @@ from rollout.media.parts import MediaSource, media_part
 from rollout.media.reading import find_url, read_media
 from rollout.tools.results import ToolResult, error_result
 from rollout.types import Message
-from rollout.worker_threads import WorkerThreads, is_async, may_leave_loop
+from rollout.worker_threads import WorkerThreads, may_leave_loop
 
 if TYPE_CHECKING:
     from rollout.config import MediaConfig
@@ -33,6 +33,7 @@ MediaFetcher = Callable[[str], Any]
 #: Lists of messages whose media are remembered: members of a group begin after one another.
 _MOST_LISTS = 32
 _SEQUENCES = (list, tuple, Sequence)
+_TEXT = (str, type(None))
 #: By what threads that were left behind are counted.
 _NAME = "rollout.media"
 
@@ -91,7 +92,7 @@ class MediaIntake:
             return function(*args)
         return await self._threads.run(_NAME, function, *args)
 
-    async def prepared(self, messages: Given, before: int = 0, *, is_shared: bool = False) -> Given:
+    async def prepare(self, messages: Given, before: int = 0, *, is_shared: bool = False) -> Given:
         """`messages` with their images and videos read; they themselves where they have none.
 
         Args:
@@ -105,7 +106,9 @@ class MediaIntake:
         if self.processor is None or isinstance(messages, str) or not may_show(messages):
             return messages  # what is no text is refused where the text is made
         read = await (self._read_shared(messages) if is_shared else self._read_messages(messages))
-        self._check_count(before + count_media(read))
+        contents = (get_content(message) for message in read)
+        parts = (part for each in contents if isinstance(each, list | tuple) for part in each)
+        self._check_count(before + sum(isinstance(part, Media) for part in parts))
         return read
 
     async def _read_shared(self, messages: Given) -> Given:
@@ -120,7 +123,7 @@ class MediaIntake:
                 results.append(await self._read_messages(messages))
         return results[0]
 
-    async def seen(self, name: str, result: ToolResult, before: int) -> ToolResult:
+    async def read_result(self, name: str, result: ToolResult, before: int) -> ToolResult:
         """A tool's answer with its images and videos read; an error where one cannot be taken.
 
         Args:
@@ -128,20 +131,21 @@ class MediaIntake:
             result: What it answered.
             before: How many images and videos the conversation has already.
         """
+        if not result.has_media:
+            return result
         read: dict[str, list[Media]] = {"images": [], "videos": []}
         try:
-            if result.has_media and self.processor is None:
+            if self.processor is None:
                 what = f"{name} answered with images or videos"
                 raise MediaError(f"{what}; the model reads text only")
-            if result.has_media:
-                self._check_count(before + len(result.images) + len(result.videos))
+            self._check_count(before + len(result.images) + len(result.videos))
             for kind, media in read.items():
                 for at, value in enumerate(getattr(result, kind)):
                     source = _make_source(f"{name}: {kind}[{at}]", kind[:-1], value)
                     media.append(await self._read_medium(source))
         except MediaError as error:
             return error_result(str(error))
-        return msgspec.structs.replace(result, **read) if result.has_media else result
+        return msgspec.structs.replace(result, **read)
 
     def close(self) -> None:
         """End the threads; one that works ends by itself."""
@@ -157,24 +161,16 @@ class MediaIntake:
         own: list[Message | Mapping[str, Any]] = []
         for at, message in enumerate(messages):
             content = get_content(message)
-            if isinstance(content, str) or content is None or not isinstance(message, _MESSAGES):
-                own.append(message)
-                continue
-            parts = await self._read_parts(f"messages[{at}]", content)
-            own.append(message if parts is None else _with_content(message, parts))
+            parts = [] if isinstance(content, _TEXT) else list_parts(content)
+            where = f"messages[{at}]: content"
+            found = [media_part(f"{where}[{at}]", part) for at, part in enumerate(parts)]
+            self._check_count(sum(each is not None for each in found))
+            for position, source in enumerate(found):
+                if source is not None:
+                    parts[position] = await self._read_medium(source)
+            has_media = any(each is not None for each in found)
+            own.append(replace_content(message, parts) if has_media else message)
         return own
-
-    async def _read_parts(self, where: str, content: Any) -> list[Any] | None:
-        """A content with its media read; None where it has none."""
-        given = [content] if is_one(content) else list(content)
-        found = [media_part(f"{where}: content[{at}]", part) for at, part in enumerate(given)]
-        self._check_count(sum(each is not None for each in found))
-        if not any(each is not None for each in found):
-            return None
-        return [
-            part if source is None else await self._read_medium(source)
-            for part, source in zip(given, found, strict=True)
-        ]
 
     async def _read_medium(self, source: MediaSource | Media) -> Media:
         fault = self._engines_fault(source.kind)
@@ -189,7 +185,7 @@ class MediaIntake:
             raise MediaError(f"{source.where}: a {source.kind}; the model reads {reads}")
         url = find_url(source)
         if url is not None and self._fetcher is not None:
-            source = msgspec.structs.replace(source, value=await self._fetched(source, url))
+            source = msgspec.structs.replace(source, value=await self._fetch(source, url))
         medium = await self.run(self._read, source)
         return self._known.setdefault(medium.digest, medium)
 
@@ -204,15 +200,11 @@ class MediaIntake:
             raise MediaError(f"{source.where}: {error}") from None
         return medium
 
-    async def _fetched(self, source: MediaSource, url: str) -> bytes:
+    async def _fetch(self, source: MediaSource, url: str) -> bytes:
         assert self._fetcher is not None
         try:
             with anyio.fail_after(self._limits.fetch_s):
-                if is_async(self._fetcher):
-                    content = await self._fetcher(url)
-                else:
-                    content = await self._threads.run(_NAME, self._fetcher, url)
-                    content = await content if isinstance(content, Awaitable) else content
+                content = await self._threads.call(_NAME, self._fetcher, url)
         except TimeoutError:
             limit = f"media.fetch_s = {self._limits.fetch_s}"
             raise MediaError(f"{source.where}: {limit}: {url:.200} was not fetched") from None
@@ -222,9 +214,6 @@ class MediaIntake:
             kind = type(content).__name__
             raise MediaError(f"{source.where}: the media_fetcher returned {kind}; expected bytes")
         return bytes(content)
-
-
-_MESSAGES = (Message, Mapping)
 
 
 def _make_source(where: str, kind: Any, value: Any) -> MediaSource | Media:
@@ -242,35 +231,26 @@ def get_content(message: object) -> Any:
     return message.get("content") if isinstance(message, Mapping) else None
 
 
-def is_one(content: object) -> bool:
-    """Whether a content is itself what a part of one is."""
+def list_parts(content: Any) -> list[Any]:
+    """The parts of a content that is no text; one that is no list is a part itself."""
     is_list = isinstance(content, list | tuple) or _is_objects(content)
-    return not is_list
+    return list(content) if is_list else [content]
 
 
 def _is_objects(value: object) -> bool:
+    """Whether it is NumPy's array of objects, as tables of data sets hold lists."""
     return getattr(getattr(value, "dtype", None), "kind", "") == "O"
 
 
-def may_show(messages: object) -> bool:
+def may_show(messages: Any) -> bool:
     """Whether one of them is more than text."""
     if not isinstance(messages, _SEQUENCES) and not _is_objects(messages):
         return False
-    for message in messages:  # type: ignore[attr-defined]
-        content = get_content(message)
-        if content is not None and not isinstance(content, str):
-            return True
-    return False
+    return any(not isinstance(get_content(message), _TEXT) for message in messages)
 
 
-def count_media(messages: Given) -> int:
-    """The images and videos of prepared messages."""
-    contents = [get_content(message) for message in messages]
-    lists = (each for each in contents if isinstance(each, list | tuple))
-    return sum(media_part("", part) is not None for each in lists for part in each)
-
-
-def _with_content(message: Message | Mapping[str, Any], parts: list[Any]) -> Any:
+def replace_content(message: Message | Mapping[str, Any], content: str | list[Any]) -> Any:
+    """The message with another content."""
     if isinstance(message, Message):
-        return msgspec.structs.replace(message, content=parts, parts=())
-    return {**message, "content": parts}
+        return msgspec.structs.replace(message, content=content, parts=())
+    return {**message, "content": content}

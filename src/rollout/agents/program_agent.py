@@ -28,7 +28,7 @@ from rollout.utf8 import is_encodable
 
 if TYPE_CHECKING:
     from rollout.agents.context import AgentContext
-    from rollout.agents.gateway_door import GatewayAddress
+    from rollout.agents.services import GatewayAddress
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
 
 T = TypeVar("T")
@@ -160,17 +160,11 @@ class ProgramAgent(AgentLoop):
         """Make what runs, and its variables; write its files to the directory."""
         env = _check_mapping("env", _resolve(self._env, task))
         files = _check_mapping("files", _resolve(self._files, task))
-        values = {
-            "base_url": task.base_url,
-            "root_url": task.root_url,
-            "api_key": task.api_key,
-            "model": task.model,
-            "uid": task.uid,
-        }
-        has_function = any(map(callable, (self._command, self._env, self._files)))
+        names = ("base_url", "root_url", "api_key", "model", "uid")
+        values: dict[str, str] = {name: getattr(task, name) for name in names}
         content = task.messages[-1]["content"]
         shows = isinstance(content, list) and any(part["type"] != "text" for part in content)
-        if has_function or not shows:
+        if not shows or any(map(callable, (self._command, self._env, self._files))):
             values["prompt"] = text_in(content)
         given = _resolve(self._command, task)
         if isinstance(given, str):  # what is put in are words of the shell's, whatever they hold

@@ -3,6 +3,9 @@
 Register what they return: ``register_agent("coder")(rollout.programs.claude_code())``. The programs
 are installed in the sandbox's image, or lie in a directory that it can read. Each answers the
 prompt's last message without asking anybody, and may run any command: the sandbox bounds it.
+
+All take the program's name or path in the sandbox, further `arguments` of its command line,
+variables of `env` beside or in place of the preset's, and the other arguments of `ProgramAgent`.
 """
 
 from __future__ import annotations
@@ -27,12 +30,6 @@ def claude_code(
     """Claude Code, which speaks Anthropic's messages.
 
     It asks for no titles; its sub-agents have rows of purpose `subagent`.
-
-    Args:
-        executable: Its name or path in the sandbox.
-        arguments: Further ones of the command line.
-        env: Further variables, or other values of the preset's.
-        options: `files`, `collect` and the other arguments of `ProgramAgent`.
     """
     command = [executable, "--dangerously-skip-permissions", *arguments, "-p", "{prompt}"]
     variables = {
@@ -52,14 +49,7 @@ def codex(
     env: Mapping[str, str] | None = None,
     **options: Any,
 ) -> ProgramAgent:
-    """Codex, which speaks OpenAI's responses.
-
-    Args:
-        executable: Its name or path in the sandbox.
-        arguments: Further ones of ``codex exec``.
-        env: Further variables.
-        options: `files`, `collect` and the other arguments of `ProgramAgent`.
-    """
+    """Codex, which speaks OpenAI's responses; `arguments` are those of ``codex exec``."""
     provider = "model_providers.gateway"
     settings = {
         "model_provider": '"gateway"',
@@ -86,14 +76,7 @@ def mini_swe_agent(
     env: Mapping[str, str] | None = None,
     **options: Any,
 ) -> ProgramAgent:
-    """mini-swe-agent, which speaks OpenAI's chat completions, through LiteLLM.
-
-    Args:
-        executable: Its name or path in the sandbox.
-        arguments: Further ones of the command line, such as ``("-c", "swebench.yaml")``.
-        env: Further variables, or other values of the preset's.
-        options: `files`, `collect` and the other arguments of `ProgramAgent`.
-    """
+    """mini-swe-agent, which speaks OpenAI's chat completions, through LiteLLM."""
     command = [executable, "-y", "--exit-immediately", "-l", "0", "-m", "openai/{model}"]
     variables = {
         "MSWEA_CONFIGURED": "true",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from rollout.agents.ending import RejectedPrompt
 from rollout.agents.history import Rendered
@@ -16,7 +15,8 @@ from rollout.agents.turn import TurnReader
 from rollout.chat.encoding import TooManyTokens
 from rollout.chat.messages import as_messages
 from rollout.chat.reasoning import opens_reasoning
-from rollout.chat.result_order import order_messages
+from rollout.chat.result_order import message_ids, order_messages
+from rollout.engine.cores.checks import describe_outside_id
 from rollout.errors import AgentError, LimitExceeded, MediaError, TemplateError
 from rollout.media.records import find_shown
 from rollout.types import Message, Outcome
@@ -46,9 +46,10 @@ class Renderer:
         reader: Decodes and parses turns of the model where these tools are offered.
     """
 
-    def __init__(self, services: Services, reader: TurnReader) -> None:
-        self._services, self.reader = services, reader
-        self._short = room_beside(reader.schemas)
+    def __init__(self, services: Services, schemas: Schemas) -> None:
+        self._services = services
+        self.reader = TurnReader(services.template, services.parser, schemas)
+        self._short = room_beside(schemas)
         self._lengths = services.config.lengths
         self._context_length = services.engines.info.context_length
 
@@ -71,13 +72,10 @@ class Renderer:
         Raises:
             RejectedPrompt: They cannot be rendered, or are more than fits.
         """
-        longest = self.prompt_room
-        if is_continued:
-            both = self._lengths.prompt + self._lengths.response
-            longest = min(both, self._context_length) - 1
+        longest = self._find_longest()[0] - 1 if is_continued else self.prompt_room
         is_cut = self._lengths.overlong_prompts == "cut" and not is_continued
         try:
-            shown = await self._services.media.prepared(messages, is_shared=is_shared)
+            shown = await self._services.media.prepare(messages, is_shared=is_shared)
             is_much = is_long(shown, self._short)
             most = None if is_cut else longest
             rendered = await self._run(is_much, shown, self._prompt, shown, most)
@@ -105,7 +103,7 @@ class Renderer:
             AgentError: They cannot be rendered.
         """
         is_list = isinstance(messages, Sequence)  # what is none is refused with the words for it
-        is_continued = is_list and any(_get_role(each) == "assistant" for each in messages)
+        is_continued = is_list and any(message_ids(each).role == "assistant" for each in messages)
         try:
             return await self.render_prompt(messages, is_continued=is_continued)
         except RejectedPrompt as error:
@@ -166,7 +164,7 @@ class Renderer:
         """Render any observation; arguments and errors as of `render_observation_now`."""
         before = [each.medium for each in transcript.media]
         if may_show(messages):
-            messages = await self._services.media.prepared(messages, len(before))
+            messages = await self._services.media.prepare(messages, len(before))
         is_much = is_long(messages)
         return await self._run(is_much, messages, self._observation, messages, after, room, before)
 
@@ -194,28 +192,18 @@ class Renderer:
         return history.split_again(ids, placed, self._lengths.prompt)
 
     def _encode_again(self, history: History, most: int) -> array[int]:
-        """The ids of all messages; the last turn or all, and what answered, plain if they must be.
+        """The ids of all messages; calls and their answers in plain words where they must be.
 
         Some templates refuse two calls in a turn, or an answer that no call precedes: what a model
         can write must not fail its trajectory.
         """
-        starts = (None, max(history.turns, default=0), history.prompt_messages)
-        refusal: TemplateError | None = None
-        for start in starts:
-            added = () if start is None else range(start, len(history.messages))
-            plain = history.plain.union(added)
-            messages = history.serve_messages(plain)
-            try:
-                ids = self._services.template.prompt_ids(messages, self._schemas, max_tokens=most)
-            except TooManyTokens:
-                raise
-            except TemplateError as error:
-                refusal = refusal or error
-            else:
-                history.plain = plain
-                return ids
-        assert refusal is not None
-        raise refusal
+        encode = partial(self._services.template.prompt_ids, tools=self._schemas, max_tokens=most)
+        try:
+            return encode(history.serve_messages(in_words=False))
+        except TooManyTokens:
+            raise
+        except TemplateError:
+            return encode(history.serve_messages(in_words=True))
 
     async def find_drift(self, history: History) -> Drift:
         """See `ChatTemplate.drift`; beside the loop, since it renders the conversation again."""
@@ -289,19 +277,11 @@ def make_room_error(source: str, count: str) -> LimitExceeded:
     return make_length_error(source, f"an observation of {count} tokens does not fit")
 
 
-def _get_role(message: Message | Mapping[str, Any]) -> object:
-    if isinstance(message, Mapping):
-        return message.get("role")
-    return getattr(message, "role", None)
-
-
 def get_renderer(services: Services, tools: tuple[str, ...]) -> Renderer:
     """What renders where these tools are offered; one for all that offer the same."""
     renderer: Renderer | None = services.renderers.get(tools)
     if renderer is None:
-        schemas = services.tools.schemas(tools)
-        reader = TurnReader(services.template, services.parser, schemas)
-        renderer = services.renderers[tools] = Renderer(services, reader)
+        renderer = services.renderers[tools] = Renderer(services, services.tools.schemas(tools))
     return renderer
 
 
@@ -316,19 +296,10 @@ def check_ids(ids: Any, vocab_size: int, what: str = "observe_ids") -> array[int
         AgentError: They are no sequence of integers, or outside the vocabulary.
     """
     try:
-        values = np.asarray(ids)
-    except (ValueError, TypeError) as error:
+        packed = array("i", ids)
+    except (TypeError, ValueError, OverflowError) as error:
         raise AgentError(f"{what}: {error}; expected a sequence of token ids") from error
-    if values.size == 0:
-        return array("i")
-    if values.ndim != 1 or values.dtype.kind not in "iu":
-        raise AgentError(
-            f"{what}: {values.ndim} dimensions of {values.dtype}; expected a sequence of token ids"
-        )
-    wrong = np.flatnonzero((values < 0) | (values >= (vocab_size or 2**31)))
-    if len(wrong):
-        raise AgentError(
-            f"{what}: id {values[wrong[0]]} at {wrong[0]} is outside the engine's vocabulary "
-            f"of {vocab_size} ids"
-        )
-    return array("i", values.astype(np.int32).tobytes())
+    fault = describe_outside_id(packed.tobytes(), vocab_size)
+    if fault:
+        raise AgentError(f"{what}: {fault}")
+    return packed

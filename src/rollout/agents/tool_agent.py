@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 class SingleTurnAgent(AgentLoop):
     """Generates once and ends; tool calls in the answer are not executed."""
 
-    __slots__ = ()
-
     async def run(self, context: AgentContext) -> None:
         """Generate once."""
         await context.generate()
@@ -35,8 +33,6 @@ class ToolAgent(AgentLoop):
     It also ends where a generation was cut, a turn limit is reached, a tool or the user
     ends the trajectory, or a length or deadline leaves no room (which arrives as an exception).
     """
-
-    __slots__ = ()
 
     is_shared = True
 

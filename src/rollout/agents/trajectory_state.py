@@ -1,4 +1,4 @@
-"""What all conversations of a trajectory share: its limits, its tools, its figures."""
+"""What all conversations of a trajectory share: its tools, its user, its limits, its figures."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.agents.ending import Ending
-from rollout.agents.prompt_sampling import read_sampling
-from rollout.agents.rendering import Renderer, get_renderer
-from rollout.agents.turn import TurnReader
+from rollout.agents.ending import Ending, RejectedPrompt
+from rollout.agents.media_intake import get_content, replace_content
+from rollout.agents.prompt_sampling import check_drawn, make_sampling
+from rollout.agents.rendering import get_renderer
 from rollout.bridge import loop_clock
-from rollout.containment import UnresponsiveError
-from rollout.engine.core import WHOLE_ANSWERS
-from rollout.errors import AgentError, LimitExceeded
+from rollout.chat.messages import join_contents, text_of_content
+from rollout.engine.core import WHOLE_ANSWERS, SamplingParams
+from rollout.errors import AgentError, ConfigError, LimitExceeded
+from rollout.interactions import InteractionContext
 from rollout.limits import CARRY_S, NEVER, Deadline
 from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
-from rollout.types import Message, Outcome, Prompt, name_prompt
-from rollout.utf8 import is_encodable
+from rollout.types import Message, Outcome, Prompt, name_prompt, without_null_keys
+from rollout.utf8 import encodable, is_encodable
 
 if TYPE_CHECKING:
     from rollout.agents.services import Services
     from rollout.agents.turn_log import TurnLog
-    from rollout.engine.core import SamplingParams
     from rollout.engine.pool.generation import Generation
-    from rollout.interactions import Interaction
+    from rollout.interactions import Interaction, InteractionTurn
     from rollout.limits import Clock
     from rollout.seeds import Identity
     from rollout.tools import ToolResult, TrajectoryTools
@@ -36,6 +36,8 @@ logger = logging.getLogger("rollout.agents")
 
 #: Reason of a failure by code that did not end when it was cancelled.
 UNRESPONSIVE = "unresponsive"
+#: What the code of a simulated user is called where it answers.
+USER = "respond of the interaction"
 
 
 class TrajectoryState:
@@ -49,7 +51,8 @@ class TrajectoryState:
         log: Remembers its answers; None where nothing does.
         clock: The loop's time.
         renderer: Where the trajectory's own tools are offered.
-        interaction: The simulated user, once the trajectory has begun.
+        user_name: Of the simulated user that takes part; None where none does.
+        user: That one, from the beginning of the trajectory to its close.
         idle_since: When its last generation, or its last user's answer, ended; 0 before.
         is_over: Whether its agent has ended, and its tools were closed.
         extra, reward, turn_scores, tool_rewards, ending, generations, generation_s, cached_tokens,
@@ -72,13 +75,14 @@ class TrajectoryState:
         self.turn_scores: list[float] = []
         self.tool_rewards: list[float] = []
         self.ending: Ending | None = None
-        self.interaction: Interaction | None = None
         self.generations = self.cached_tokens = self.resumes = self.discarded_tokens = 0
         self.cut_prompt_tokens = self.sampled_placeholders = self.truncated_tokens = 0
         self.restarts: list[str] = []
         self.generation_s = self.idle_since = 0.0
         self.config = services.config.agent
         self.prompt = name_prompt(prompt, identity.uid)
+        self.user_name: str | None = self._user_kwargs.get("name") or self.config.interaction
+        self.user: Interaction | None = None
         self._tool_calls, self.is_over = 0, False
         names = services.tools.names
         if prompt.tools is not None or prompt.tools_kwargs or services.tools.opens_first:
@@ -89,13 +93,18 @@ class TrajectoryState:
     def continue_prompt(self, observations: Sequence[str | Sequence[Mapping[str, Any]]]) -> None:
         """Have the last message of the prompt go on with what tools observed."""
         *before, last = self.prompt.messages
-        for observation in observations:
-            last = _continue_message(last, observation)
+        if isinstance(last, Mapping | Message):  # else it is refused where it is rendered
+            content = get_content(last)
+            before_them = [] if isinstance(content, str | None) and not content else [content]
+            last = replace_content(last, join_contents(*before_them, *observations))
         self.prompt = msgspec.structs.replace(self.prompt, messages=[*before, last])
+
+    # Its tools and its sandbox: each is made when somebody first asks for it, as thousands of
+    # trajectories wait without.
 
     @cached_property
     def tools(self) -> TrajectoryTools:
-        """Its tools, made when somebody first asks for them: thousands wait without.
+        """Its tools.
 
         Raises:
             ToolError: The prompt names an unknown one; not where they have been made.
@@ -130,12 +139,6 @@ class TrajectoryState:
         """The same; None where nobody has asked for it yet."""
         return vars(self).get("sandbox")
 
-    def check_sandbox(self) -> None:
-        """Raise the `SandboxError` of a trajectory that has lost its sandbox, or got none."""
-        failure = None if self.used_sandbox is None else self.used_sandbox.failure
-        if failure is not None:
-            raise type(failure)(str(failure)) from failure
-
     def _limit_carry(self, since: float) -> Deadline:
         """By when it is to be continued, where it is carried since that time."""
         sandbox, tools = self.used_sandbox, self.used_tools
@@ -144,38 +147,75 @@ class TrajectoryState:
             return NEVER
         return Deadline.after(self.services.config.limits.carry_s, CARRY_S, now=since)
 
-    def make_renderer(self, tools: Sequence[Mapping[str, Any]] | None) -> Renderer:
-        """The renderer where these tools are offered; None: the trajectory's own."""
-        if tools is None:
-            return self.renderer
-        services = self.services
-        return Renderer(services, TurnReader(services.template, services.parser, tuple(tools)))
-
-    def list_schemas(self, tools: Sequence[str | Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """The schemas of tools that are named, or given as schemas."""
-        if isinstance(tools, str) or not isinstance(tools, Sequence):
-            raise AgentError(f"open_segment: tools = {tools!r:.80}; expected a list")
-        own = dict(zip(self.tools.names, self.tools.schemas, strict=True))
-        schemas: list[Mapping[str, Any]] = []
-        for tool in tools:
-            schema = own.get(tool) if isinstance(tool, str) else tool
-            function = schema.get("function") if isinstance(schema, Mapping) else None
-            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-                known = ", ".join(map(repr, own)) or "none"
-                raise AgentError(
-                    f"open_segment: the tool {tool!r:.80} is none of the trajectory's ({known}) "
-                    "and no schema; expected a name, or "
-                    "{'type': 'function', 'function': {'name': ...}}"
-                )
-            schemas.append(schema)  # type: ignore[arg-type]
-        return schemas
-
     def read_sampling(
         self, what: str, sampling: Mapping[str, Any] | SamplingParams
     ) -> SamplingParams:
-        """As `prompt_sampling.read_sampling`, for this trajectory's prompt."""
-        validate = self.identity.validate
-        return read_sampling(what, self.services, self.prompt, sampling, validate=validate)
+        """The sampling that an agent sets, over what the prompt and the configuration have.
+
+        Args:
+            what: The function that got it, for messages.
+            sampling: Fields of `sampling`, of which None says nothing; or all of it.
+
+        Raises:
+            AgentError: It names no field of `sampling`, or has a value that cannot be.
+            EngineError: A field of `SamplingParams` has a value that is not of its type.
+        """
+        config, validate = self.services.config, self.identity.validate
+        if isinstance(sampling, Mapping):
+            overrides = {**self.prompt.sampling, **without_null_keys(sampling)}
+            try:
+                sampling = make_sampling(config, overrides, validate=validate)
+            except ConfigError as error:
+                raise AgentError(f"{what}: {error}") from error
+        elif not isinstance(sampling, SamplingParams):
+            expected = "expected SamplingParams, or a mapping of fields"
+            raise AgentError(f"{what}: sampling = {sampling!r:.80}; {expected}")
+        return check_drawn(what, sampling, self.services)
+
+    # Its simulated user.
+
+    @property
+    def _user_kwargs(self) -> Mapping[str, Any]:
+        kwargs = self.prompt.extra.get("interaction_kwargs")
+        # As keys of `tools_kwargs`: those that hold None may be of other users, or Arrow's.
+        return without_null_keys(kwargs) if isinstance(kwargs, Mapping) else {}
+
+    def make_user(self) -> None:
+        """Make the user who takes part, if one does.
+
+        Raises:
+            RejectedPrompt: There is none of this name.
+        """
+        try:
+            if self.user_name is not None:
+                self.user = self.services.interactions.create(self.user_name)
+        except ConfigError as error:
+            raise RejectedPrompt("unknown_interaction", str(error)) from None
+
+    async def start_user(self) -> None:
+        """Start the user, with what it learns of the trajectory."""
+        if self.user is None:
+            return
+        await self.user.start(
+            InteractionContext(
+                uid=self.identity.uid,
+                member=self.identity.member,
+                kwargs=dict(self._user_kwargs),
+                ground_truth=self.prompt.ground_truth,
+                extra=self.extra,
+                threads=self.services.threads,
+            )
+        )
+
+    def read_user_turn(self, turn: InteractionTurn) -> list[Message]:
+        """Add what the user's turn brings to the trajectory; return the messages with its words."""
+        if turn.score is not None:
+            self.turn_scores.append(turn.score)
+        self.extra.update(turn.extra)
+        if turn.is_done:
+            return []
+        text = text_of_content(f"interaction {self.user_name!r}", turn.text)
+        return [Message(role="user", content=encodable(text), extra=turn.extra)]
 
     # How it ends.
 
@@ -189,37 +229,21 @@ class TrajectoryState:
         if self.ending is None:
             self.ending = Ending(outcome=Outcome(outcome), reason=reason, limit_source=limit_source)
 
-    def end_by(self, error: BaseException, *, ends_at_lengths: bool = True) -> None:
-        """Settle the outcome where a limit fired, even if an agent swallows the error.
-
-        Args:
-            ends_at_lengths: Whether a length that a conversation runs into ends the trajectory, as
-                that of a main one does as a rule; else it is the agent's to judge.
-        """
-        if isinstance(error, LimitExceeded):
-            if ends_at_lengths or error.outcome is not Outcome.LENGTH:
-                self.end(error.outcome, error.reason, limit_source=error.source)
-        elif isinstance(error, UnresponsiveError):
-            self.end(Outcome.FAILED, UNRESPONSIVE)
-
     # Limits of counts. Each raises `LimitExceeded`.
 
     def check_turns(self) -> None:
         """Let another generation begin, within `agent.max_assistant_turns`."""
         most = self.config.max_assistant_turns
         if most is not None and self.generations >= most:
-            raise _reach("max_assistant_turns", most, "turns")
+            raise _exceed("max_assistant_turns", f"{most} is reached", "turns")
 
     def count_calls(self, count: int) -> None:
         """The model asks for so many calls more, within `agent.max_tool_calls`."""
         most = self.config.max_tool_calls
         self._tool_calls += count
         if most is not None and self._tool_calls > most:
-            raise LimitExceeded(
-                f"agent.max_tool_calls = {most}: the model asked for {self._tool_calls}",
-                source="agent.max_tool_calls",
-                reason="tool_calls",
-            )
+            fact = f"{most}: the model asked for {self._tool_calls}"
+            raise _exceed("max_tool_calls", fact, "tool_calls")
 
     def count_errors(self, results: list[ToolResult], errors_in_a_row: int) -> int:
         """Return how many errors in a row there are after `results`.
@@ -227,33 +251,37 @@ class TrajectoryState:
         Within `agent.max_consecutive_errors`, and within `agent.max_consecutive_invalid_calls`
         those that could not be run.
         """
-        config = self.config
-        invalid, errors = config.max_consecutive_invalid_calls, config.max_consecutive_errors
-        if invalid is not None and self.tools.invalid_in_a_row >= invalid:
-            raise _reach("max_consecutive_invalid_calls", invalid, "invalid_calls")
+        most = self.config.max_consecutive_invalid_calls
+        if most is not None and self.tools.invalid_in_a_row >= most:
+            fact = f"{most} is reached"
+            raise _exceed("max_consecutive_invalid_calls", fact, "invalid_calls")
         for result in results:
             errors_in_a_row = errors_in_a_row + 1 if result.is_error else 0
-        if errors is not None and errors_in_a_row >= errors:
-            raise _reach("max_consecutive_errors", errors, "errors")
+        most = self.config.max_consecutive_errors
+        if most is not None and errors_in_a_row >= most:
+            raise _exceed("max_consecutive_errors", f"{most} is reached", "errors")
         return errors_in_a_row
 
     # Figures.
 
-    def count_generation(self, generation: Generation, seconds: float) -> None:
-        """Count what a generation took, and what the loss of replicas did to it."""
+    def count_generation(self, generation: Generation, seconds: float, known_tokens: int) -> None:
+        """Count what a generation took and brought, and what the loss of replicas did to it.
+
+        Args:
+            generation: One that has ended, however.
+            seconds: How long its caller waited for it.
+            known_tokens: Of its prompt, those that an engine may still have.
+        """
         self.generation_s += seconds
         self.resumes += generation.resumes
         self.restarts += generation.restarts
         self.discarded_tokens += generation.discarded_tokens
-
-    def count_tokens(self, generation: Generation, known_tokens: int) -> None:
-        """Count what a generation brought, and how much of `known_tokens` its engine still had."""
         self.cached_tokens += generation.cached_tokens
         if generation.is_truncated:
             kept = generation.kept
             self.truncated_tokens += generation.count if kept is None else kept
         if generation.last_part is None:
-            return  # none arrived, or all of it is remembered
+            return  # no engine was asked
         tally = self.services.tally
         tally.generated_tokens += generation.count
         if generation.finish_reason in WHOLE_ANSWERS:  # others need not say what was cached
@@ -274,27 +302,6 @@ class TrajectoryState:
         tally.cut_prompts += 1
 
 
-def _reach(name: str, most: int, reason: str) -> LimitExceeded:
+def _exceed(name: str, fact: str, reason: str) -> LimitExceeded:
     source = f"agent.{name}"
-    return LimitExceeded(f"{source} = {most} is reached", source=source, reason=reason)
-
-
-def _continue_message(message: Any, observation: str | Sequence[Mapping[str, Any]]) -> Any:
-    """Make a prompt's message whose content goes on with an observation: text, or parts."""
-    is_mapping = isinstance(message, Mapping)
-    if not is_mapping and not isinstance(message, Message):
-        return message  # it is refused where it is rendered
-    content = message.get("content") if is_mapping else message.parts or message.content
-    if isinstance(observation, str) and isinstance(content, str | None):
-        joined: Any = (content or "") + observation
-    else:
-        joined = [*_list_parts(content), *_list_parts(observation)]
-    if is_mapping:
-        return {**message, "content": joined}
-    return msgspec.structs.replace(message, content=joined, parts=())
-
-
-def _list_parts(content: Any) -> list[Any]:
-    if isinstance(content, str | None):
-        return [{"type": "text", "text": content}] if content else []
-    return [_list_parts(each)[0] if isinstance(each, str) else each for each in content]
+    return LimitExceeded(f"{source} = {fact}", source=source, reason=reason)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -11,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import msgspec
 
+from rollout.chat.messages import read_tool_call
 from rollout.chat.parsers.registry import END_TOKENS
 from rollout.engine.core import SamplingParams
-from rollout.errors import AgentError
+from rollout.errors import AgentError, TemplateError
 from rollout.types import InvalidToolCall, Message, ToolCall
 from rollout.utf8 import encodable
 
@@ -219,51 +219,24 @@ def read_calls(what: str, calls: object) -> Sequence[ToolCall | InvalidToolCall]
             of one.
 
     Raises:
-        AgentError: One of them is neither; names its field.
+        AgentError: One of them is neither.
     """
     if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
         raise AgentError(f"{what}: calls = {calls!r:.80}; expected a list of calls")
-    for each in calls:
-        if not isinstance(each, ToolCall | InvalidToolCall):
-            return [_read_call(f"{what}: calls[{at}]", call) for at, call in enumerate(calls)]
-    return calls
+    if all(isinstance(each, ToolCall | InvalidToolCall) for each in calls):
+        return calls
+    return [_read_call(f"{what}: calls[{at}]", call) for at, call in enumerate(calls)]
 
 
-def _read_call(where: str, call: object) -> ToolCall | InvalidToolCall:
+def _read_call(where: str, call: Any) -> ToolCall | InvalidToolCall:
     if isinstance(call, ToolCall | InvalidToolCall):
         return call
-    if not isinstance(call, Mapping):
-        raise AgentError(f"{where} = {call!r:.80}; {_CALL}")
-    kind, call_id = call.get("type", "function"), call.get("id")
-    if kind != "function":
-        raise AgentError(f"{where}.type = {kind!r:.80}; expected 'function'")
-    if not isinstance(call_id, str | None):
-        raise AgentError(f"{where}.id = {call_id!r:.80}; expected a string")
-    function = call
-    if "function" in call:
-        function, where = call["function"], f"{where}.function"
-        if not isinstance(function, Mapping):
-            raise AgentError(f"{where} = {function!r:.80}; {_CALL}")
-    name = function.get("name")
-    if not isinstance(name, str) or not name:
-        raise AgentError(f"{where}.name = {name!r:.80}; expected the name of a tool: {_CALL}")
-    if "arguments" not in function and (
-        others := sorted(map(str, {*function} - _BESIDE_ARGUMENTS))
-    ):
+    try:
+        read = read_tool_call(where, call)
+    except TemplateError as error:
+        raise AgentError(f"{error}; {_CALL}") from None
+    function = call.get("function") or call
+    others = sorted(map(str, {*function} - _BESIDE_ARGUMENTS))
+    if others and "arguments" not in function:
         raise AgentError(f"{where} has no arguments, but {', '.join(others)}; {_CALL}")
-    arguments = _read_arguments(f"{where}.arguments", function.get("arguments"))
-    return ToolCall(name=name, arguments=arguments, id=call_id or "")
-
-
-def _read_arguments(where: str, arguments: object) -> Mapping[str, Any]:
-    read = arguments
-    if isinstance(arguments, str):
-        try:
-            read = json.loads(arguments) if arguments.strip() else None
-        except (ValueError, RecursionError) as error:
-            raise AgentError(f"{where} = {arguments!r:.80}: no JSON: {error}") from None
-    if read is None:
-        return {}
-    if not isinstance(read, Mapping):
-        raise AgentError(f"{where} = {arguments!r:.80}; expected a mapping, or JSON of one")
     return read

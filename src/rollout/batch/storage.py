@@ -21,13 +21,13 @@ from rollout.batch.records import (
     trajectory_from_line,
     trajectory_line,
 )
+from rollout.chat.messages import Messages
 from rollout.chat.trajectory_codec import collect_contents, restore_media
 from rollout.disk_room import unwritable
 from rollout.engine.model_files import load_decoder
 from rollout.errors import RolloutError
 from rollout.media.records import KnownContents
 from rollout.plurals import count
-from rollout.types import Message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -88,20 +88,11 @@ class BatchTokenizer(msgspec.Struct, kw_only=True, dict=True):
             ) from error
 
 
-class DecodableMessages(list[Message]):
-    """Messages of a loaded trajectory, with what decodes its tokens."""
-
-    decode: Callable[[Sequence[int]], str]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return list, (list(self),)  # who gets it elsewhere has no tokenizer
-
-
 def _make_decodable(trajectories: Iterable[Trajectory], tokenizer: BatchTokenizer) -> None:
     """Let loaded trajectories be printed with their tokens."""
     for trajectory in trajectories:
-        before, messages = trajectory.messages, DecodableMessages(trajectory.messages)
-        messages.decode = tokenizer.decode
+        before = trajectory.messages
+        messages = Messages(list(before), tokenizer.decode)
         trajectory.messages = messages
         for segment in trajectory.segments:
             if segment.messages is before:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sized
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from typing import Any, TypeGuard, overload
 
 import msgspec
 
@@ -20,6 +20,45 @@ _KNOWN = ("role", "content", "tool_calls", "tool_call_id", "name", "extra")
 #: A message in the form that chat templates read; `content` is a string, or, of a message with
 #: media, a list of parts: ``{"type": "text", "text": …}``, ``{"type": "image", "image": Media}``.
 TemplateMessage = dict[str, Any]
+
+
+class Messages(Sequence[Message]):
+    """The messages of a conversation, to be read; equal to a list of the same.
+
+    Attributes:
+        decode: Ids to text, by the tokenizer that encoded them.
+    """
+
+    def __init__(self, known: list[Message], decode: Callable[[Sequence[int]], str]) -> None:
+        self._list = known
+        self.decode = decode
+
+    def __len__(self) -> int:
+        return len(self._list)
+
+    @overload
+    def __getitem__(self, at: int) -> Message: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Message]: ...
+    def __getitem__(self, at: int | slice) -> Message | list[Message]:
+        return self._list[at]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._list == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as of a list
+
+    def __add__(self, others: Iterable[Message]) -> list[Message]:
+        return [*self, *others]
+
+    def __radd__(self, others: Iterable[Message]) -> list[Message]:
+        return [*others, *self]
+
+    def __repr__(self) -> str:
+        return repr(self._list)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (self._list,)  # who gets it elsewhere has no tokenizer
 
 
 def as_messages(messages: Iterable[Message | Mapping[str, Any]]) -> list[Message]:
@@ -201,10 +240,15 @@ def _refuse_media(where: str, value: object, *, is_media: bool = False) -> None:
 def _read_calls(where: str, calls: object) -> tuple[ToolCall, ...]:
     if not _is_sequence(calls):
         raise TemplateError(f"{where}: tool_calls must be a sequence, not {_kind(calls)}")
-    return tuple(_read_call(f"{where}.tool_calls[{at}]", call) for at, call in enumerate(calls))
+    return tuple(read_tool_call(f"{where}.tool_calls[{at}]", call) for at, call in enumerate(calls))
 
 
-def _read_call(where: str, call: object) -> ToolCall:
+def read_tool_call(where: str, call: object) -> ToolCall:
+    """Read a call: a record, ``{"name": …, "arguments": …}``, or OpenAI's form of it.
+
+    Raises:
+        TemplateError: It is none of these.
+    """
     if isinstance(call, ToolCall):
         return ToolCall(name=call.name, arguments=dict(call.arguments), id=call.id)
     if not isinstance(call, Mapping):
@@ -290,9 +334,9 @@ def with_results_as_user(messages: Iterable[TemplateMessage]) -> list[TemplateMe
     for message in messages:
         is_result = message["role"] == "tool"
         said = message["content"]
-        content = _joined("```tool_output\n", said, "\n```") if is_result else said
+        content = join_contents("```tool_output\n", said, "\n```") if is_result else said
         if is_open and message["role"] in ("tool", "user"):
-            content = _joined(converted[-1]["content"], "\n", content)
+            content = join_contents(converted[-1]["content"], "\n", content)
             converted[-1] = {"role": "user", "content": content}
         else:
             converted.append({"role": "user", "content": content} if is_result else message)
@@ -300,7 +344,7 @@ def with_results_as_user(messages: Iterable[TemplateMessage]) -> list[TemplateMe
     return converted
 
 
-def _joined(*contents: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+def join_contents(*contents: str | Iterable[Any]) -> str | list[Any]:
     """Contents after each other; a string where all of them are."""
     texts = [each for each in contents if isinstance(each, str)]
     if len(texts) == len(contents):
@@ -308,9 +352,9 @@ def _joined(*contents: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]
     return [part for each in contents for part in as_parts(each)]
 
 
-def as_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+def as_parts(content: str | Iterable[Any]) -> list[Any]:
     """A content as a list of parts."""
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
 
 def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
@@ -332,7 +376,7 @@ def _nine(call_id: object, number: int) -> str:
 def _arguments(where: str, arguments: object) -> Mapping[str, Any]:
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments) if arguments.strip() else None
         except (ValueError, RecursionError) as error:
             raise TemplateError(f"{where}: arguments are not JSON: {error}") from error
     if arguments is None:

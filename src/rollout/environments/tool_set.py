@@ -159,20 +159,8 @@ class _Environment:
     async def call(self, name: str, **arguments: Any) -> Any:
         """What a method returns, wherever it runs."""
         what, method = f"{name} of {self.title}", getattr(self.instance, name)
-        call: Callable[[], Any] = partial(method, **arguments)
-        if not is_async(method):
-            value = await self._threads.run(what, call)
-            if not inspect.isawaitable(value):
-                return value
-            # A sync wrapper of an async function: the wrapper ran in the thread, the rest does not.
-            call = partial(_finish, value)
-        if self._backend == "native":
-            return await call()
-        return await self._threads.run_asyncio(what, call)
-
-
-async def _finish(value: Any) -> Any:
-    return await value
+        call = partial(method, **arguments)
+        return await self._threads.call(what, call, backend=self._backend)
 
 
 class _MethodSession(ToolSession):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from rollout.agents.gateway_door import GatewayAddress
+from rollout.agents.services import GatewayAddress
 from rollout.function_refs import refuse_while_imported
 from rollout.gateway.calls import GatewayError, refuse_ended
 from rollout.gateway.http import serve_http

@@ -13,7 +13,7 @@ import attrs
 import msgspec
 
 from rollout.agents import AgentLoop, register_agent
-from rollout.agents.gateway_door import GatewayAddress
+from rollout.agents.services import GatewayAddress
 from rollout.chat.reward_values import BadRewardError, apply_reward, check_reward_value
 from rollout.chat.trajectory import Trajectory
 from rollout.errors import PromptError

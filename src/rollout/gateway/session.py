@@ -227,7 +227,7 @@ class GatewaySession:
         last = transcript.prefix.slice(max(0, turn.stop - 64), turn.stop)
         before = [each.medium for each in transcript.media if each.start < turn.stop]
         messages: Any = convert_observation(request.rest, turn)
-        messages = await services.media.prepared(messages, len(before))
+        messages = await services.media.prepare(messages, len(before))
 
         def count() -> int:
             return len(services.template.observation_ids(messages, after=last, before=before))

@@ -39,7 +39,7 @@ def convert_observation(rest: Sequence[OrderedMessage], turn: Turn) -> Messages:
 
 async def prepare_conversation(services: Services, request: Request) -> Messages:
     """The messages of a conversation from its beginning, as the template takes them."""
-    messages: Any = await services.media.prepared(convert_conversation(request.messages))
+    messages: Any = await services.media.prepare(convert_conversation(request.messages))
     if is_plain(messages):
         return list(messages)
     return choose_variant(messages, services.template, request.call.tools)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.agents.history import Messages
+from rollout.chat.messages import Messages
 from rollout.chat.plain_data import NotPlainError, encoder, from_plain, show_value, to_plain
 from rollout.chat.trajectory_codec import (
     PackedTrajectory,

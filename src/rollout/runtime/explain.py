@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollout.agents.simulated_user import USER
+from rollout.agents.trajectory_state import USER
 from rollout.engine.pool.replica import find_missing
 from rollout.observe.explanation import CallWaits, Explanation, TrajectoryWaits, Wait
 from rollout.scheduling.rewards.score import RewardCall

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from rollout.agents.context import AgentContext
-    from rollout.agents.gateway_door import GatewayAddress
-    from rollout.agents.services import Services
+    from rollout.agents.services import GatewayAddress, Services
 
 HOME = "rollout.gateway.gateway"
 

@@ -11,8 +11,7 @@ import anyio
 import attrs
 
 from rollout.agents.agent_loop import AgentLoop, find_class, get_agent, make_agent
-from rollout.agents.context import AgentContext, open_context
-from rollout.agents.conversation import list_segments
+from rollout.agents.context import AgentContext, list_segments, open_context
 from rollout.agents.ending import Ending, RejectedPrompt
 from rollout.agents.generating import find_natural_ending
 from rollout.agents.prompt_sampling import make_sampling, top_log_probs_fault
