@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from rollout.bridge import wait_future
 from rollout.config import GatewayConfig
 from rollout.gateway.calls import (
     Answer,
@@ -19,7 +20,7 @@ from rollout.gateway.calls import (
 )
 from rollout.gateway.http import serve_http
 from rollout.gateway.routes import Router, TrajectoryApi
-from rollout.gateway.task_runner import TaskRunner
+from rollout.gateway.task_runner import TaskRunner, Wait
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
@@ -69,8 +70,8 @@ class FakeSession:
         self.tokens = 11
         self._stored: dict[bytes, Completion] = {}
 
-    async def complete(self, call: GatewayCall) -> Completion:
-        return await self.runner.run(lambda _: self._complete(call))
+    async def complete(self, call: GatewayCall, wait: Wait[Completion] = wait_future) -> Completion:
+        return await self.runner.run(lambda _: self._complete(call), wait=wait)
 
     async def _complete(self, call: GatewayCall) -> Completion:
         self.calls.append(call)

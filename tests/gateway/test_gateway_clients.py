@@ -612,12 +612,7 @@ async def test_what_would_force_the_model_is_accepted_or_refused_by_name(
 
 async def test_error_after_signs_of_life_ends_the_stream() -> None:
     late = session(GatewayError(400, "limit", "enough"))
-
-    async def slow(call: Any) -> Any:
-        await anyio.sleep(0.2)
-        return await FakeSession.complete(late, call)
-
-    late.complete = slow  # type: ignore[method-assign]
+    late.pause_s = 0.2
 
     def chat(o: Any, _: Any) -> Any:
         return list(o.chat.completions.create(model="rollout", messages=ASKED, stream=True))

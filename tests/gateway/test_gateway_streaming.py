@@ -49,7 +49,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def speaking(*script: Answer, pause_s: float = 0.0) -> FakeSession:
+def speaking(*script: Answer | Exception, pause_s: float = 0.0) -> FakeSession:
     session = FakeSession(PATH, KEY)
     session.script.extend(script)
     session.pause_s = pause_s
@@ -157,13 +157,7 @@ async def test_answer_that_is_not_streamed_has_white_space_before_it_while_it_is
 
 @pytest.mark.parametrize("api", APIS)
 async def test_error_after_white_space_is_the_body(api: str) -> None:
-    session = speaking(pause_s=0.2)
-
-    async def fail(call: Any) -> Any:
-        await anyio.sleep(0.2)
-        raise GatewayError(400, "engine", "the engine is gone")
-
-    session.complete = fail  # type: ignore[method-assign]
+    session = speaking(GatewayError(400, "engine", "the engine is gone"), pause_s=0.2)
     async with served(session, keep_alive_s=0.05) as url:
         host, port = url.removeprefix("http://").split(":")
         request = request_of(api, 1, stream=False)

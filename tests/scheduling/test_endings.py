@@ -176,3 +176,15 @@ async def test_caller_that_is_cancelled_as_it_leaves_a_stream_gets_its_cancellat
             async with runtime.stream([Prompt("go")]):
                 scope.cancel()
     assert scope.cancelled_caught
+
+
+async def test_slow_consumer_of_a_stream_gets_every_trajectory_that_was_cancelled() -> None:
+    few = SchedulingConfig(samples_per_prompt=22, max_in_flight=4)
+    async with rollout.open_rollout(Scenario(seed=1).reply("", "ok").config(scheduling=few)) as run:
+        async with run.stream([Prompt("go")]) as trajectories:
+            run.cancel(reason="enough")
+            found = []
+            async for trajectory in trajectories:
+                await anyio.sleep(1.0)  # the buffer is full
+                found.append(trajectory.member)
+    assert sorted(found) == list(range(22))

@@ -1,13 +1,14 @@
 """HTTP/1.1: connections, requests and replies, within bounds.
 
-A task serves each connection; `h11` is the protocol. While a request is answered, another task
-reads from its connection, and so learns that the client leaves. Whatever reads or writes raises
+A task serves each connection; `h11` is the protocol. While it waits for an answer it reads from
+its connection, and so learns that the client leaves. Whatever reads or writes raises
 `ClientLeftError` once it is gone, or takes nothing for `gateway.write_s`.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, closing
 from functools import partial
@@ -31,6 +32,7 @@ from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from concurrent.futures import Future
 
     from anyio.abc import SocketStream
 
@@ -114,11 +116,25 @@ class Exchange:
         limit = f"gateway.body_s = {self._config.body_s:g}"
         raise GatewayError(400, "invalid_request", f"the body took longer than {limit}")
 
-    async def while_there(self, function: Callable[..., Awaitable[T]], *args: object) -> T:
-        """``await function(*args)``, which a client that leaves cancels."""
-        async with open_task_group() as tasks:
-            tasks.start_soon(self._connection.watch_client)
-            return await function(*args)
+    async def wait(self, future: Future[T], sign: bytes = b"", headers: Headers = JSON) -> T:
+        """The result of what another loop computes, unless the client leaves before.
+
+        Meanwhile it sends `sign`, where there is one, every `gateway.keep_alive_s`.
+        """
+        every_s = self._config.keep_alive_s if sign else math.inf
+        post, scope = loop_poster(), anyio.CancelScope()
+
+        def wake() -> None:
+            scope.cancel()
+
+        future.add_done_callback(lambda _: post(wake))
+        while not future.done():
+            scope = anyio.CancelScope(deadline=anyio.current_time() + every_s)
+            with scope:
+                await self._connection.watch_client()
+            if not future.done():
+                await self.write(sign, headers)
+        return future.result()
 
     async def write(self, data: bytes, headers: Headers) -> None:
         """Send a part of the reply, the first one behind its head; `reply` sends the rest."""
@@ -212,6 +228,7 @@ class _Connection:
         try:
             while len(self._protocol.trailing_data[0]) < MAX_HEAD_BYTES:
                 self._protocol.receive_data(await self._stream.receive())
+            await anyio.sleep_forever()
         except (anyio.EndOfStream, anyio.BrokenResourceError):
             raise ClientLeftError from None
 
@@ -231,13 +248,12 @@ class _Connection:
         with anyio.move_on_after(patience_s) as scope:
             try:
                 while (event := self._protocol.next_event()) is h11.NEED_DATA:
+                    if not is_begun and self._protocol.trailing_data[0]:
+                        scope.deadline, is_begun = anyio.current_time() + self._config.head_s, True
                     try:
-                        data = await self._stream.receive()
+                        self._protocol.receive_data(await self._stream.receive())
                     except anyio.EndOfStream:
                         return None
-                    if not is_begun:
-                        scope.deadline, is_begun = anyio.current_time() + self._config.head_s, True
-                    self._protocol.receive_data(data)
             except h11.RemoteProtocolError as error:
                 is_large, is_begun = error.error_status_hint == 431, True
                 fault = "Request head too large." if is_large else "Invalid HTTP request received."

@@ -124,15 +124,17 @@ def hash_json(value: Any) -> int:
 
 def canonicalize(value: Any) -> Any:
     """A JSON value whose numbers are equal wherever a client may write them so."""
-    if isinstance(value, bool | str) or value is None:
+    if value is None or isinstance(value, (str, bool)):
         return value
+    if isinstance(value, dict):
+        return {str(name): canonicalize(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [canonicalize(each) for each in value]
     if isinstance(value, int):
         return value if -EXACT < value < EXACT else _round(value)
     if isinstance(value, float):
         return int(value) if value.is_integer() and abs(value) < EXACT else value
-    if isinstance(value, Mapping):
-        return {str(name): canonicalize(each) for name, each in value.items()}
-    return [canonicalize(each) for each in value] if isinstance(value, list | tuple) else value
+    return canonicalize(dict(value)) if isinstance(value, Mapping) else value
 
 
 def _round(value: int) -> float:

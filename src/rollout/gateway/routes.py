@@ -7,14 +7,11 @@ import re
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import anyio
-
 from rollout.clocks import wall
 from rollout.gateway.apis import chat, messages, responses
 from rollout.gateway.apis.writing import ApiRequest, ReplyContext, encode, format_openai_error
 from rollout.gateway.calls import GatewayError, check_forced
 from rollout.gateway.http import EVENTS, JSON, ClientLeftError, Exchange
-from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -159,28 +156,21 @@ class TrajectoryApi:
         request: ApiRequest,
         context: ReplyContext,
     ) -> None:
-        async with open_task_group() as tasks:
-            tasks.start_soon(self._keep_alive, exchange, request)
-            completion = await exchange.while_there(session.complete, request.call)
+        # White space before a JSON body says that an answer will come.
+        sign, headers = (request.keep_alive, EVENTS) if request.parsed.stream else (b" ", JSON)
+        wait = partial(exchange.wait, sign=sign, headers=headers)
+        completion = await session.complete(request.call, wait)
         mark_lost = partial(session.mark_lost, completion.id)
         try:
             if request.parsed.stream:
                 data = b"".join(request.format_events(completion, context))
             else:
                 data = encode(request.format_body(completion, context))
-            await exchange.reply(data, EVENTS if request.parsed.stream else JSON)
+            await exchange.reply(data, headers)
         except BaseException:
             mark_lost()
             raise
         exchange.on_unread(mark_lost)
-
-    async def _keep_alive(self, exchange: Exchange, request: ApiRequest) -> None:
-        """Signs of life of an answer that is not there yet: white space before a JSON body."""
-        sign, headers = (request.keep_alive, EVENTS) if request.parsed.stream else (b" ", JSON)
-        while True:
-            await anyio.sleep(self._config.keep_alive_s)
-            with anyio.CancelScope(shield=True):  # an event is sent in one piece
-                await exchange.write(sign, headers)
 
     async def _send_error(
         self, exchange: Exchange, request: ApiRequest, context: ReplyContext, error: GatewayError

@@ -75,7 +75,7 @@ def list_trainer_routes(server: TrajectoryServer, runner: TaskRunner, token: str
             runner.call_soon(partial(server.abandon, served_id))
 
         try:
-            opened = await exchange.while_there(runner.run, lambda _: server.open(served_id, body))
+            opened = await runner.run(lambda _: server.open(served_id, body), wait=exchange.wait)
             await exchange.reply_json(opened, 201)
         except BaseException:  # also a client that left while the answer was on its way
             abandon()

@@ -14,6 +14,7 @@ import msgspec
 
 from rollout.agents.long_texts import is_long, room_beside, run_text
 from rollout.agents.turn import StopStrings, TurnOptions
+from rollout.bridge import wait_future
 from rollout.engine.pool.generation import Generation
 from rollout.errors import AgentError, EngineError, LimitExceeded, TemplateError
 from rollout.gateway.answers import echo, make_answer, make_turn
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from rollout.config import GatewayConfig
     from rollout.engine.core import SamplingParams
     from rollout.gateway.calls import Answer
+    from rollout.gateway.task_runner import Wait
     from rollout.gateway.turn_index import Request, Turn
 
 T = TypeVar("T")
@@ -154,7 +156,7 @@ class GatewaySession:
         bounds = (limits.generation_s, limits.turn_s, limits.trajectory_s)
         #: How long the agent may keep the loop from its own request.
         self._begin_s = min((bound for bound in bounds if bound is not None), default=math.inf)
-        self._lock = anyio.Lock()
+        self._lock = anyio.Lock(fast_acquire=True)
         self._index = TurnIndex(is_reasoning_needed=config.dropped_reasoning == "fork")
         self._rows = Rows(context, config)
         self._replies = Replies()
@@ -170,24 +172,24 @@ class GatewaySession:
         for conversation in self._cut - self._answered:
             conversation.trainable = False
 
-    async def complete(self, call: GatewayCall) -> Completion:
+    async def complete(self, call: GatewayCall, wait: Wait[Completion] = wait_future) -> Completion:
         """Generate what a client asks for, or replay what it asked for before and did not get.
 
-        Runs in the trajectory's scope. Cancelling the caller means that the client has left: the
-        generation is aborted.
+        Runs in the trajectory's scope. Cancelling the caller, or an error of `wait`, means that the
+        client has left: the generation is aborted.
 
         Raises:
             GatewayError: It cannot be served, or the trajectory has ended.
         """
         reply: Reply | None = None
 
-        async def answer(scope: anyio.CancelScope) -> Completion:
+        async def answer(task: anyio.TaskHandle[None]) -> Completion:
             nonlocal reply
-            reply = await self._answer(call, scope)
+            reply = await self._answer(call, task)
             return reply.build()
 
         try:
-            return await self._run(answer, call.field)
+            return await self._run(answer, call.field, wait)
         except BaseException:
             if reply is not None:  # the caller left as it came
                 reply.is_lost = True
@@ -245,13 +247,18 @@ class GatewaySession:
         if ending is not None:
             raise refuse_ended(f"the trajectory has ended: {ending.outcome} ({ending.reason})")
 
-    async def _run(self, function: Callable[[anyio.CancelScope], Awaitable[T]], field: str) -> T:
+    async def _run(
+        self,
+        function: Callable[[anyio.TaskHandle[None]], Awaitable[T]],
+        field: str,
+        wait: Wait[T] = wait_future,
+    ) -> T:
         """The result of a function that runs in the trajectory's task group."""
 
-        async def run(scope: anyio.CancelScope) -> T:
+        async def run(task: anyio.TaskHandle[None]) -> T:
             self._check_open()
             try:
-                return await function(scope)
+                return await function(task)
             except GatewayError:
                 raise
             except Exception as error:
@@ -259,7 +266,7 @@ class GatewaySession:
 
         try:
             activity = str(self._context.identity)
-            return await self._runner.run(run, begin_s=self._begin_s, activity=activity)
+            return await self._runner.run(run, wait=wait, begin_s=self._begin_s, activity=activity)
         except LoopBlockedError as error:
             self.failure = self.failure or AgentError(str(error))
             raise
@@ -275,7 +282,7 @@ class GatewaySession:
         what = str(error) if isinstance(error, EngineError) else "internal error"
         return GatewayError(400, "engine", what)
 
-    async def _answer(self, call: GatewayCall, scope: anyio.CancelScope) -> Reply:
+    async def _answer(self, call: GatewayCall, task: anyio.TaskHandle[None]) -> Reply:
         reply = self._replies.find(call.digest, is_retry=call.is_retry)
         if reply is not None:
             return reply
@@ -296,7 +303,7 @@ class GatewaySession:
             for sample in samples:
                 if sample.answer is None and len(sample.conversation.transcript) == sample.start:
                     self._rows.release(request, sample.conversation)
-                elif scope.cancel_called:
+                elif task.status is task.Status.CANCELLING:
                     self._cut.add(sample.conversation)
         return self._finish(request, samples)
 
@@ -334,6 +341,9 @@ class GatewaySession:
     async def _generate(
         self, call: GatewayCall, sampling: SamplingParams, samples: list[_Sample]
     ) -> None:
+        if len(samples) == 1:
+            await samples[0].generate(call, sampling)
+            return
         try:
             async with anyio.create_task_group() as tasks:
                 for sample in samples:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import copy_context
@@ -17,11 +18,10 @@ from rollout.gateway.calls import GatewayError, refuse_ended
 from rollout.observe.blocking_code import find_blocking_code, is_running
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from anyio.abc import TaskGroup
 
 T = TypeVar("T")
+Wait = Callable[[Future[T]], Awaitable[T]]
 
 
 class LoopBlockedError(GatewayError):
@@ -43,15 +43,17 @@ class TaskRunner:
 
     async def run(
         self,
-        function: Callable[[anyio.CancelScope], Awaitable[T]],
+        function: Callable[[anyio.TaskHandle[None]], Awaitable[T]],
         *,
+        wait: Wait[T] = wait_future,
         begin_s: float = math.inf,
         activity: str = "",
     ) -> T:
         """What the function returns or raises; cancelling the caller cancels it, and waits for it.
 
         Args:
-            function: Is given the scope that its caller cancels.
+            function: Is given its task, which the caller cancels.
+            wait: Waits for the future of the result; what it raises before cancels the function.
             begin_s: How long `activity`, as the watchdog names it, may keep the loop of the group
                 from beginning it.
 
@@ -60,16 +62,13 @@ class TaskRunner:
             LoopBlockedError: The loop was kept from it longer.
         """
         future: Future[T] = Future()
-        scope: anyio.CancelScope | None = None
-        has_begun = is_cancelled = False
+        task: anyio.TaskHandle[None] | None = None
+        is_cancelled = False
 
         async def run() -> None:
-            nonlocal scope
+            assert task is not None
             try:
-                with anyio.CancelScope() as scope:
-                    if is_cancelled:
-                        scope.cancel()
-                    future.set_result(await function(scope))
+                future.set_result(await function(task))
             except Exception as error:
                 future.set_exception(error)
             finally:
@@ -77,28 +76,27 @@ class TaskRunner:
                     future.set_exception(refuse_ended())
 
         def begin() -> None:
-            nonlocal has_begun
+            nonlocal task
             if is_cancelled or self._tasks.cancel_scope.cancel_called:
                 future.set_exception(refuse_ended())
-                return
-            has_begun = True
-            self._context.run(self._tasks.start_soon, run)
+            else:
+                task = self._context.run(self._tasks.start_soon, run)
 
         def cancel() -> None:
-            if scope is not None:
-                scope.cancel()
+            if task is not None:
+                task.cancel()
 
         self.call_soon(begin)
         try:
             while True:
                 with anyio.move_on_after(begin_s):
-                    return await wait_future(future)
-                if not has_begun:
+                    return await wait(future)
+                if task is None:
                     self._check_blocked(begin_s, activity)
         except BaseException:
             is_cancelled = True
             self.call_soon(cancel)
-            if has_begun and not future.done():
+            if task is not None and not future.done():
                 with anyio.CancelScope(shield=True), suppress(Exception):
                     await wait_future(future)
             raise

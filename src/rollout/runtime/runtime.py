@@ -192,7 +192,8 @@ class RolloutRuntime:
                         raise  # else its receiver was closed with the runtime
             error = None if call.was_left else call.find_error()
             if error is not None:
-                await anyio.lowlevel.checkpoint_if_cancelled()  # which ends the call's task too
+                # Where the caller is cancelled, so is the call's task: that is no error of its own.
+                await anyio.lowlevel.checkpoint_if_cancelled()
                 rows = call.list_trajectories()
                 attach(error, await self._collation.batch(rows, window))
                 raise error
@@ -252,6 +253,8 @@ class RolloutRuntime:
                     found = await call.receive_all()
                 rows = number_rows([*map(get_result, found)])
                 error, metrics = call.find_error(groups, len(found)), call.metrics()
+                if error is not None:
+                    await anyio.lowlevel.checkpoint_if_cancelled()  # as in `stream`
                 batch = await self._collation.batch(rows, window, layout, trim, extra=metrics)
             except BaseException:  # cancelled, or no room for tensors: nobody has them
                 call.take_back(found)

@@ -80,6 +80,7 @@ class BatchCall(Call):
         self.was_left = False
         #: Those that have ended; those that were sent only while somebody refers to them.
         self._found: dict[Member, Trajectory | weakref.ref[Trajectory]] = {}
+        self._sending = 0
         self._unwritten: JournalError | None = None
         self._untold = {} if scheduler.rewards_groups else None
         for group in sorted(groups, key=lambda group: -group.prompt.priority):
@@ -155,7 +156,8 @@ class BatchCall(Call):
     def _is_done(self) -> bool:
         if self._has_crashed or (self._is_leaving and not self.is_closed):
             return True
-        return self.groups.is_complete and not self._judging and not self._has_tasks
+        has_work = self._judging or self._sending or self._has_tasks
+        return self.groups.is_complete and not has_work
 
     @property
     def _waits_for_groups(self) -> bool:
@@ -203,11 +205,16 @@ class BatchCall(Call):
     async def _deliver(self, member: Member, trajectory: Trajectory) -> None:
         """Keep a trajectory for the batch, or send it."""
         self._found[member] = trajectory
-        if self.name == "generate" or not await self._wait_until_written([member]):
+        if self.name == "generate":
             return
+        self._sending += 1
         try:
-            await self._send.send(trajectory)
+            if await self._wait_until_written([member]):
+                await self._send.send(trajectory)
+                self._found[member] = weakref.ref(trajectory)
+                self._log.note_delivery([member])
         except anyio.BrokenResourceError:  # the receiver has left
-            return
-        self._found[member] = weakref.ref(trajectory)
-        self._log.note_delivery([member])
+            pass
+        finally:
+            self._sending -= 1
+            self.scheduler.change()

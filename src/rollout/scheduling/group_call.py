@@ -100,6 +100,7 @@ class GroupCall(Call):
                 self.selection.note_accepted(result.trajectories)
                 return result
             if self.failure is not None:
+                await anyio.lowlevel.checkpoint_if_cancelled()  # it may be for this alone
                 raise self.failure
             if self.groups.is_complete:
                 if not self._is_leaving:  # else its caller has left, and learns nothing

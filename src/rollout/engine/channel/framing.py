@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Message = TypeVar("Message")
 
 #: Bytes read at once: about a millisecond of work for the reader.
-READ_BYTES = 64 * 1024
+READ_BYTES = 256 * 1024
 #: Bytes waiting to be written from which on callers should wait: eight prompts of 32k tokens.
 HIGH_WATER_BYTES = 1024 * 1024
 #: What reading or writing raises when a connection is of no more use.
@@ -98,7 +98,8 @@ class FrameStream(Generic[Message]):
             del buffer[start:]  # half a frame would end the connection
             raise
         _length.pack_into(buffer, start, length)
-        self._has_outgoing.set()
+        if not start:  # else the writer knows already
+            self._has_outgoing.set()
 
     async def flush(self) -> None:
         """Write what is queued; for the one task that writes."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -95,6 +96,8 @@ class ServerSession:
         self._settings = settings
         self._carry_out = carry_out
         self._requests: dict[str, _ServerRequest] = {}
+        self._queue: deque[_ServerRequest] = deque()
+        self._is_worker_due = False
         self._media = MediaReceiver(frames, media_cache_bytes)
         self._interval = 1 if getattr(core, "is_gathering", False) else settings.stream_interval
         self._has_waiting_tokens = anyio.Event()
@@ -143,15 +146,8 @@ class ServerSession:
 
     def _handle(self, message: FromClient, tasks: anyio.abc.TaskGroup) -> None:
         match message:
-            case Submit(request_id) if request_id in self._requests:
-                self._fail(request_id, f"request id {request_id!r} is in use")
-            case Submit(request_id, ids) if len(ids) % 4:
-                self._fail(request_id, f"{len(ids)} bytes of ids; expected packed int32")
-            case Submit(request_id):
-                left_s = math.inf if message.remaining_s is None else message.remaining_s
-                deadline = anyio.current_time() + left_s
-                request = self._requests[request_id] = _ServerRequest(message, deadline)
-                tasks.start_soon(self._serve_request, request)
+            case Submit():
+                self._submit(message, tasks)
             case Abort(request_id):
                 if request_id in self._requests:  # else its last chunk is on its way
                     self._abort(self._requests[request_id])
@@ -161,6 +157,19 @@ class ServerSession:
                 tasks.start_soon(self._run_command, message)
             case _:
                 raise FrameError(f"a {type(message).__name__} after the handshake")
+
+    def _submit(self, submit: Submit, tasks: anyio.abc.TaskGroup) -> None:
+        request_id, size = submit.request_id, len(submit.ids)
+        if request_id in self._requests:
+            self._fail(request_id, f"request id {request_id!r} is in use")
+        elif size % 4:
+            self._fail(request_id, f"{size} bytes of ids; expected packed int32")
+        else:
+            left_s = math.inf if submit.remaining_s is None else submit.remaining_s
+            deadline = anyio.current_time() + left_s
+            request = self._requests[request_id] = _ServerRequest(submit, deadline)
+            self._queue.append(request)
+            self._start_worker(tasks)
 
     def _abort(self, request: _ServerRequest) -> None:
         """Ask for the end of a request; it is over when its last chunk has been sent."""
@@ -204,6 +213,23 @@ class ServerSession:
         while any(request.core_id for request in self._requests.values()):
             self._parked = anyio.Event()
             await self._parked.wait()
+
+    def _start_worker(self, tasks: anyio.abc.TaskGroup) -> None:
+        if not self._is_worker_due:
+            self._is_worker_due = True
+            tasks.start_soon(self._serve_queue, tasks)
+
+    async def _serve_queue(self, tasks: anyio.abc.TaskGroup) -> None:
+        """Serve queued requests; another task takes over where one has to wait for the core.
+
+        So a core that answers at once needs no task for each request.
+        """
+        self._is_worker_due = False
+        while self._queue:
+            request = self._queue.popleft()
+            if self._queue:
+                self._start_worker(tasks)
+            await self._serve_request(request)
 
     async def _serve_request(self, request: _ServerRequest) -> None:
         """Have the core answer it; again, from its tokens, where it was cut off meanwhile."""
@@ -318,7 +344,7 @@ class ServerSession:
         if waiting and not _continues(waiting[-1], chunk):
             self._flush(request)
         waiting.append(chunk)
-        count = sum(len(each.ids) for each in waiting) // 4
+        count = chunk.offset + len(chunk.ids) // 4 - waiting[0].offset
         # One that contradicts itself goes alone: the client refuses it, and none with it.
         if chunk.finish_reason or count >= self._interval or not _is_sound(chunk):
             self._flush(request)

@@ -100,7 +100,11 @@ def split_problem(error: msgspec.ValidationError) -> tuple[str, str]:
 
 def decode_value(raw: bytes | msgspec.Raw, field: str) -> Any:
     """The value of a part of the body, nested no deeper than `MAX_DEPTH`."""
-    value = decode(_ANY, raw, field)
+    return check_depth(decode(_ANY, raw, field), field)
+
+
+def check_depth(value: Any, field: str) -> Any:
+    """Refuse a value that is nested deeper than `MAX_DEPTH`; returns it."""
     if is_too_deep(value):
         refuse(field, f"nested too deeply; expected at most {MAX_DEPTH} levels")
     return value
@@ -119,12 +123,11 @@ def is_too_deep(value: Any) -> bool:
 def read_arguments(text: str, field: str) -> Any:
     """The JSON value of a call's arguments; the text itself where it is no JSON."""
     try:
-        _ANY.decode(text)
+        return check_depth(_ANY.decode(text), field)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return text if text else {}
     except RecursionError:
-        pass
-    return decode_value(text.encode(errors="replace"), field)
+        raise make_error(f"{field}: nested too deeply", field) from None
 
 
 class FunctionTool(msgspec.Struct):
