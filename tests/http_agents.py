@@ -57,7 +57,7 @@ class HttpAgent(AgentLoop):
 
     async def run(self, context: AgentContext) -> None:
         program = PROGRAMS[context.prompt.extra["program"]]
-        async with context.door.open(context) as address:
+        async with context.gateway.open(context) as address:
             context.extra["address"] = address
             run = partial(_run, program, address)
             context.extra["result"] = await anyio.to_thread.run_sync(run)

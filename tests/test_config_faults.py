@@ -97,6 +97,16 @@ NAMED_FAULTS: dict[str, tuple[str, str, str, tuple[str, ...], tuple[str, ...]]] 
         ("sampling.stop_token_ids=abc",),
         ("sampling.stop_token_ids = 'abc': expected a list of token ids, got a string",),
     ),
+    "template_variable_of_ours": (
+        "[model.chat_template_kwargs]\ntools = 1\nenable_thinking = false\n",
+        "model: {chat_template_kwargs: {tools: 1}}",
+        'RolloutConfig(model=ModelConfig(chat_template_kwargs={"tools": 1}))',
+        ("model.chat_template_kwargs.tools=1",),
+        (
+            "model.chat_template_kwargs.tools = 1: expected another name: every rendering has its "
+            "own of this one",
+        ),
+    ),
     "limits_wrong_way_round": (
         "[limits]\ngeneration_s = 60\ntool_s = 100\nturn_s = 60\n",
         "limits: {generation_s: 60, tool_s: 100, turn_s: 60}",

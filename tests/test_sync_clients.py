@@ -69,7 +69,7 @@ class BlocksAsALoop(rollout.AgentLoop):
     needs_gateway = True
 
     async def run(self, context: AgentContext) -> None:
-        async with context.door.open(context) as address:
+        async with context.gateway.open(context) as address:
             TRIALS["it"](address.base_url, address.api_key)
 
 

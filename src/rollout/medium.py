@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-#: Frames that were given one by one, packed without loss: see `decoding.pack_frames`.
+#: Frames that were given one by one, packed without loss: see `media.video.pack_frames`.
 FRAMES_MIME = "application/x-rollout-frames"
 
 MediaKind = Literal["image", "video"]
@@ -26,7 +26,7 @@ class Media(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, weakr
         indices: Of a video, which of its frames the model sees, in order, from 0.
         total_frames: Of a video, how many there are.
         fps: Of a video, its frames a second, before any were left out.
-        digest: SHA-256 of all that, in hexadecimal.
+        digest: SHA-256 of all that but width and height, in hexadecimal.
     """
 
     kind: MediaKind

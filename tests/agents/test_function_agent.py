@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 import rollout
-from fake_door import FakeDoor, fake_door
+from fake_gateway import FakeGateway, fake_gateway
 from harness import Recorder
 from rollout import AgentError, AgentTask, Outcome, Prompt, Reward, RolloutBatch
 from rollout.agents import AgentContext
@@ -51,8 +51,8 @@ def sync_function(task: AgentTask) -> Any:
 
 
 @pytest.fixture
-def door(monkeypatch: pytest.MonkeyPatch) -> FakeDoor:
-    return fake_door(monkeypatch)
+def gateway(monkeypatch: pytest.MonkeyPatch) -> FakeGateway:
+    return fake_gateway(monkeypatch)
 
 
 def user(text: str, **fields: Any) -> Prompt:
@@ -85,13 +85,15 @@ async def returning(value: Any, **options: Any) -> Any:
     return (await tried(trial, **options)).trajectories[0]
 
 
-async def test_function_agent_is_told_address_key_model_prompt_and_extra(door: FakeDoor) -> None:
+async def test_function_agent_is_told_address_key_model_prompt_and_extra(
+    gateway: FakeGateway,
+) -> None:
     seen: list[AgentTask] = []
 
     async def trial(task: AgentTask) -> None:
         seen.append(task)
         task.extra["answer"] = 42
-        assert list(door.contexts) == [task.api_key]
+        assert list(gateway.contexts) == [task.api_key]
 
     prompt = user("go", uid="p", extra={"level": 3})
     (trajectory,) = (await tried(trial, prompt=prompt)).trajectories
@@ -103,10 +105,10 @@ async def test_function_agent_is_told_address_key_model_prompt_and_extra(door: F
     assert task.messages == [{"role": "user", "content": "go"}]
     assert trajectory.extra == {"level": 3, "answer": 42}
     assert trajectory.outcome is Outcome.COMPLETED
-    assert (door.contexts, door.closed) == ({}, 1)
+    assert (gateway.contexts, gateway.closed) == ({}, 1)
 
 
-async def test_function_agent_calls_of_the_prompt_are_openai_json(door: FakeDoor) -> None:
+async def test_function_agent_calls_of_the_prompt_are_openai_json(gateway: FakeGateway) -> None:
     async def trial(task: AgentTask) -> None:
         assert task.messages[1]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
 
@@ -120,7 +122,7 @@ async def test_function_agent_calls_of_the_prompt_are_openai_json(door: FakeDoor
     assert batch.trajectories[0].outcome is Outcome.COMPLETED
 
 
-async def test_function_agent_malformed_prompt_is_rejected(door: FakeDoor) -> None:
+async def test_function_agent_malformed_prompt_is_rejected(gateway: FakeGateway) -> None:
     trajectory = await returning(1.0, prompt=Prompt(messages=[{"role": "wizard", "content": "x"}]))
     assert (trajectory.outcome, trajectory.reason) == (Outcome.REJECTED, "bad_message")
 
@@ -130,14 +132,14 @@ async def test_function_agent_malformed_prompt_is_rejected(door: FakeDoor) -> No
     [(0.5, 0.5), (2, 2.0), (True, 1.0), (None, None), (Reward(value=3, extra={"why": "x"}), 3.0)],
 )
 async def test_function_agent_number_is_the_reward(
-    door: FakeDoor, value: Any, reward: float | None
+    gateway: FakeGateway, value: Any, reward: float | None
 ) -> None:
     trajectory = await returning(value)
     assert (trajectory.outcome, trajectory.reward) == (Outcome.COMPLETED, reward)
     assert trajectory.extra == ({"why": "x"} if isinstance(value, Reward) else {})
 
 
-async def test_function_agent_number_gives_way_to_a_reward_function(door: FakeDoor) -> None:
+async def test_function_agent_number_gives_way_to_a_reward_function(gateway: FakeGateway) -> None:
     trajectory = await returning(0.5, reward=lambda trajectory: 7.0)
     assert trajectory.reward == 7.0
 
@@ -150,21 +152,23 @@ async def test_function_agent_number_gives_way_to_a_reward_function(door: FakeDo
         ({"x": 1}, "the agent 'native_function' returned {'x': 1}; expected a mapping to have a s"),
     ],
 )
-async def test_function_agent_bad_value_is_named(door: FakeDoor, value: Any, message: str) -> None:
+async def test_function_agent_bad_value_is_named(
+    gateway: FakeGateway, value: Any, message: str
+) -> None:
     trajectory = await returning(value)
     assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "agent")
     assert trajectory.cause.message.startswith(message)
     assert trajectory.reward is None
 
 
-async def test_function_agent_exception_fails_its_trajectory(door: FakeDoor) -> None:
+async def test_function_agent_exception_fails_its_trajectory(gateway: FakeGateway) -> None:
     async def trial(task: AgentTask) -> None:
         raise ValueError("broken")
 
     (trajectory,) = (await tried(trial)).trajectories
     assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "agent")
     assert (trajectory.cause.type, trajectory.cause.message) == ("ValueError", "broken")
-    assert door.contexts == {}
+    assert gateway.contexts == {}
 
 
 async def too_late(task: AgentTask) -> None:
@@ -189,16 +193,18 @@ async def told_by_nothing(task: AgentTask) -> None:
     ],
 )
 async def test_function_agent_cause_is_no_cancellation_and_says_something(
-    door: FakeDoor, trial: Any, cause: tuple[str, str]
+    gateway: FakeGateway, trial: Any, cause: tuple[str, str]
 ) -> None:
     (trajectory,) = (await tried(trial)).trajectories
     assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "agent")
     assert (trajectory.cause.type, trajectory.cause.message) == cause
 
 
-async def test_function_agent_error_after_a_limit_has_the_limits_outcome(door: FakeDoor) -> None:
+async def test_function_agent_error_after_a_limit_has_the_limits_outcome(
+    gateway: FakeGateway,
+) -> None:
     async def trial(task: AgentTask) -> None:
-        context = door.contexts[task.api_key]
+        context = gateway.contexts[task.api_key]
         context.end(Outcome.LIMIT, "turns", limit_source="agent.max_assistant_turns")
         raise RuntimeError("Error code: 403 - the trajectory has ended")
 
@@ -210,7 +216,7 @@ async def test_function_agent_error_after_a_limit_has_the_limits_outcome(door: F
 async def test_function_agent_refused_for_a_length_ends_by_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    door = fake_door(monkeypatch)
+    gateway = fake_gateway(monkeypatch)
 
     @asynccontextmanager
     async def serve(context: AgentContext) -> AsyncIterator[GatewayAddress]:
@@ -218,7 +224,7 @@ async def test_function_agent_refused_for_a_length_ends_by_it(
             TRIALS["session"] = session
             yield GatewayAddress(root_url="http://127.0.0.1:9999", api_key="key", model="m")
 
-    monkeypatch.setattr(door, "open", serve)
+    monkeypatch.setattr(gateway, "open", serve)
 
     async def trial(task: AgentTask) -> None:
         async def ask(text: str) -> None:
@@ -237,17 +243,17 @@ async def test_function_agent_refused_for_a_length_ends_by_it(
 
 
 async def test_function_agent_at_its_deadline_is_cancelled_and_closes_its_door(
-    door: FakeDoor,
+    gateway: FakeGateway,
 ) -> None:
     (trajectory,) = (await tried(lambda task: anyio.sleep(1000))).trajectories
     assert (trajectory.outcome, trajectory.limit_source) == (
         Outcome.DEADLINE,
         "limits.trajectory_s",
     )
-    assert (door.contexts, door.closed) == ({}, 1)
+    assert (gateway.contexts, gateway.closed) == ({}, 1)
 
 
-async def test_function_agent_that_swallows_cancellation_is_given_up(door: FakeDoor) -> None:
+async def test_function_agent_that_swallows_cancellation_is_given_up(gateway: FakeGateway) -> None:
     async def trial(task: AgentTask) -> None:
         with anyio.CancelScope(shield=True):
             await anyio.sleep(100)
@@ -263,7 +269,7 @@ SHORT = LimitsConfig(
 
 
 @ON_BOTH
-async def test_function_agent_runs_on_asyncio_under_either_backend(door: FakeDoor) -> None:
+async def test_function_agent_runs_on_asyncio_under_either_backend(gateway: FakeGateway) -> None:
     def trial(task: AgentTask) -> Any:
         async def run() -> float:
             assert not runs_on_trio()
@@ -277,7 +283,9 @@ async def test_function_agent_runs_on_asyncio_under_either_backend(door: FakeDoo
 
 
 @ON_BOTH
-async def test_function_agent_on_asyncio_is_cancelled_once_and_can_clean_up(door: FakeDoor) -> None:
+async def test_function_agent_on_asyncio_is_cancelled_once_and_can_clean_up(
+    gateway: FakeGateway,
+) -> None:
     cleaned: list[str] = []
 
     async def trial(task: AgentTask) -> None:
@@ -294,7 +302,7 @@ async def test_function_agent_on_asyncio_is_cancelled_once_and_can_clean_up(door
 
 @ON_BOTH
 async def test_function_agent_on_asyncio_that_swallows_cancellation_is_given_up(
-    door: FakeDoor, anyio_backend: str
+    gateway: FakeGateway, anyio_backend: str
 ) -> None:
     release = threading.Event()
 
@@ -311,11 +319,11 @@ async def test_function_agent_on_asyncio_that_swallows_cancellation_is_given_up(
         release.set()
     assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "unresponsive")
     assert "did not end within limits.cleanup_s = 1 s" in trajectory.cause.message
-    assert door.contexts == {}
+    assert gateway.contexts == {}
 
 
 @ON_BOTH
-async def test_function_agent_sync_runs_in_a_thread(door: FakeDoor) -> None:
+async def test_function_agent_sync_runs_in_a_thread(gateway: FakeGateway) -> None:
     def trial(task: AgentTask) -> float:
         assert threading.current_thread() is not threading.main_thread()
         return 0.75
@@ -326,7 +334,9 @@ async def test_function_agent_sync_runs_in_a_thread(door: FakeDoor) -> None:
 
 
 @ON_BOTH
-async def test_function_agent_sync_that_returns_an_awaitable_is_awaited(door: FakeDoor) -> None:
+async def test_function_agent_sync_that_returns_an_awaitable_is_awaited(
+    gateway: FakeGateway,
+) -> None:
     async def later() -> float:
         return 0.5
 
@@ -335,7 +345,7 @@ async def test_function_agent_sync_that_returns_an_awaitable_is_awaited(door: Fa
 
 
 @ON_BOTH
-async def test_function_agent_sync_at_its_deadline_leaves_its_thread(door: FakeDoor) -> None:
+async def test_function_agent_sync_at_its_deadline_leaves_its_thread(gateway: FakeGateway) -> None:
     release = threading.Event()
 
     try:
@@ -344,7 +354,7 @@ async def test_function_agent_sync_at_its_deadline_leaves_its_thread(door: FakeD
         release.set()
     (trajectory,) = batch.trajectories
     assert (trajectory.outcome, trajectory.reason) == (Outcome.DEADLINE, "trajectory")
-    assert door.contexts == {}
+    assert gateway.contexts == {}
 
 
 def generator(task: AgentTask) -> Any:
@@ -382,7 +392,7 @@ def test_agent_gives_the_function_back() -> None:
 
 
 async def test_agent_that_takes_its_task_for_a_context_is_told_what_to_write(
-    door: FakeDoor,
+    gateway: FakeGateway,
 ) -> None:
     async def trial(context: Any) -> None:
         await context.generate()

@@ -124,6 +124,22 @@ async def test_history_each_generation_stands_behind_what_its_template_renders(
         assert int(row.mask().sum()) == generated
 
 
+async def test_prompt_that_opens_no_reasoning_has_its_calls_read(tmp_path: Path) -> None:
+    path = tmp_path / "template.jinja"
+    path.write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{% if '/no_think' not in messages[0].content %}<think>\n{% endif %}{% endif %}"
+    )
+    scenario = Scenario(seed=1).reply("blue", "Blue.").reply("", CALL)
+    config = scenario.config(model=ModelConfig(path="simulated", chat_template=str(path)))
+    async with rollout.open_rollout(config, [look]) as runtime:
+        prompts = [Prompt("Which <think> colour? /no_think"), Prompt("Which colour?")]
+        plain, thinking = (await runtime.generate(prompts)).trajectories
+    assert [call.name for call in plain.messages[1].tool_calls] == ["look"]
+    assert thinking.messages[1].tool_calls == ()
+
+
 async def test_history_append_only_is_one_row_with_everything_sampled() -> None:
     batch = await run(REASONED, history="append_only")
     (trajectory,) = batch.trajectories

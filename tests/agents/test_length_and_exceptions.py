@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 import rollout
-from fake_door import FakeDoor, fake_door
+from fake_gateway import FakeGateway, fake_gateway
 from rollout import AgentTask, GatewayConfig, Outcome, ProgramAgent, Prompt, Trajectory
 from rollout.agents import AgentContext
 from rollout.agents.services import GatewayAddress
@@ -58,8 +58,8 @@ async def refused(session: GatewaySession, text: str = LONG) -> GatewayError:
 
 
 @pytest.fixture
-def door(monkeypatch: pytest.MonkeyPatch) -> FakeDoor:
-    door = fake_door(monkeypatch)
+def gateway(monkeypatch: pytest.MonkeyPatch) -> FakeGateway:
+    gateway = fake_gateway(monkeypatch)
 
     @asynccontextmanager
     async def serve(context: AgentContext) -> AsyncIterator[GatewayAddress]:
@@ -67,8 +67,8 @@ def door(monkeypatch: pytest.MonkeyPatch) -> FakeDoor:
             SESSIONS[:] = [session]
             yield GatewayAddress(root_url=URL, api_key="key", model="m")
 
-    monkeypatch.setattr(door, "open", serve)
-    return door
+    monkeypatch.setattr(gateway, "open", serve)
+    return gateway
 
 
 async def tried(trial: Trial) -> Trajectory:
@@ -141,7 +141,9 @@ def in_group(error: GatewayError, session: GatewaySession) -> Exception:
         [words_of_sdk, wrapped, code_alone, of_httpx, of_urllib, in_group, lambda error, _: error],
     ),
 )
-async def test_error_that_the_refusal_made_ends_as_length(door: FakeDoor, error_of: Any) -> None:
+async def test_error_that_the_refusal_made_ends_as_length(
+    gateway: FakeGateway, error_of: Any
+) -> None:
     async def trial(session: GatewaySession) -> None:
         await ask(session, "go")
         raise error_of(await refused(session), session)
@@ -174,7 +176,7 @@ def group_with_a_bug(error: GatewayError, session: GatewaySession) -> Exception:
 )
 @pytest.mark.parametrize("goes_on", [False, True])
 async def test_error_of_the_agents_own_after_a_length_fails_with_its_message(
-    door: FakeDoor, error_of: Any, goes_on: bool
+    gateway: FakeGateway, error_of: Any, goes_on: bool
 ) -> None:
     raised: list[Exception] = []
 
@@ -190,7 +192,7 @@ async def test_error_of_the_agents_own_after_a_length_fails_with_its_message(
     assert "bug" in message or message == str(raised[0])
 
 
-async def test_error_in_the_handler_of_a_refusal_is_the_agents_own(door: FakeDoor) -> None:
+async def test_error_in_the_handler_of_a_refusal_is_the_agents_own(gateway: FakeGateway) -> None:
     async def trial(session: GatewaySession) -> None:
         try:
             await ask(session, LONG)
@@ -203,7 +205,7 @@ async def test_error_in_the_handler_of_a_refusal_is_the_agents_own(door: FakeDoo
 @pytest.mark.parametrize("is_bug", [False, True])
 @pytest.mark.parametrize("order", ["refusal first", "answer first", "answer last"])
 async def test_calls_at_once_outcome_does_not_depend_on_which_ends_last(
-    door: FakeDoor, order: str, is_bug: bool
+    gateway: FakeGateway, order: str, is_bug: bool
 ) -> None:
     async def trial(session: GatewaySession) -> None:
         errors: list[GatewayError] = []

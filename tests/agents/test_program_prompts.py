@@ -11,7 +11,7 @@ import attrs
 import pytest
 
 import rollout
-from fake_door import FakeDoor, fake_door
+from fake_gateway import FakeGateway, fake_gateway
 from media_material import config_of, encoded, picture, write_model
 from rollout import (
     Message,
@@ -47,8 +47,8 @@ def text(words: str) -> dict[str, str]:
 
 
 @pytest.fixture(autouse=True)
-def door(monkeypatch: pytest.MonkeyPatch) -> FakeDoor:
-    return fake_door(monkeypatch)
+def gateway(monkeypatch: pytest.MonkeyPatch) -> FakeGateway:
+    return fake_gateway(monkeypatch)
 
 
 @pytest.fixture(scope="module")

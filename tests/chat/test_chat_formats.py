@@ -261,6 +261,15 @@ def test_format_spelled_tokens_in_names_arguments_and_tools_stay_text() -> None:
     assert template("qwen2_5").decode(ids).count("<|im_end|>") == 8
 
 
+def test_format_id_of_a_call_that_spells_a_token_is_that_of_its_result() -> None:
+    call = ToolCall(name="f", arguments={}, id="call_[INST]1")
+    result = Message(role="tool", content="r", tool_call_id=call.id)
+    messages = [Message(role="user", content="q"), Message(role="assistant", tool_calls=[call])]
+    added = template("mistral").decode(template("mistral").observation_ids([result], after=None))
+    call_id = added.partition('"call_id": ')[2][:11]
+    assert template("mistral").prompt_text([*messages, result]).count(call_id) == 2
+
+
 def test_format_without_answers_or_results_is_refused_with_the_reason() -> None:
     questions_only = ChatTemplate(
         tokenizer(VOCABULARY),

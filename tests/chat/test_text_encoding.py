@@ -230,6 +230,8 @@ def test_encode_by_a_tokenizer_in_python_splits_plain_places() -> None:
     special = encoder.specials["<a>"]
     assert encoder.encode("<a>").tolist() == [900]
     assert encoder.encode(WrittenText("<a>x<a>", ((4, 7),))).tolist() == [special, 4, 1]
+    with pytest.raises(AttributeError, match="InPython"):  # its own error
+        encoder.decode([1])
 
 
 # What is remembered

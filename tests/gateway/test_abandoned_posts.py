@@ -53,7 +53,7 @@ class Trainer:
 async def trainer(scheduling: SchedulingConfig | None = None) -> AsyncIterator[Trainer]:
     config = CHAT.config(scheduling=scheduling or SchedulingConfig(max_in_flight=1))
     async with rollout.open_rollout(config) as runtime, anyio.create_task_group() as tasks:
-        runtime.services.door = Gateway(GatewayConfig())
+        runtime.services.gateway = Gateway(GatewayConfig())
         yield Trainer(runtime, TrajectoryServer(runtime, tasks))
 
 

@@ -352,7 +352,7 @@ async def test_log_probs_spell_parts_of_characters_byte_by_byte() -> None:
 
 async def test_agent_without_a_gateway_says_how_to_open_one() -> None:
     async with open_rollout(config_of(CHAT, GatewayConfig())) as runtime:
-        runtime.services.door = None
+        runtime.services.gateway = None
         batch = await runtime.generate([prompt_of(talk)])
     cause = batch.trajectories[0].cause
     assert cause is not None

@@ -12,9 +12,10 @@ import torch
 
 import rollout
 from media_material import CALL, config_of, frames, image, picture, write_model
-from rollout import Prompt, RolloutBatch, RolloutError, ToolResult, function_tool
+from rollout import Prompt, RolloutBatch, RolloutError, ToolResult, function_tool, load_trajectories
 from rollout.batch import collate
 from rollout.chat import load_media_processor
+from rollout.chat.messages import as_messages
 from rollout.config import MediaConfig
 
 if TYPE_CHECKING:
@@ -121,6 +122,11 @@ async def test_saved_batch_has_each_medium_once_and_is_loaded_whole(
     for row, (one, other) in enumerate(zip(batch.trajectories, loaded.trajectories, strict=True)):
         assert one.transcript.media == other.transcript.media
         assert [tuple(m.parts) for m in one.messages] == [tuple(m.parts) for m in other.messages]
+        begun = other.messages[: len(other.prompt.messages)]
+        assert [as_messages([m]) for m in other.prompt.messages] == [[m] for m in begun]
+        shown = [p.content for m in begun for p in m.parts if not isinstance(p, str)]
+        assert all(shown)
+        assert bool(shown) == (row < 2)
         assert [each.medium.content for each in other.transcript.media] == [
             contents[each.medium.digest] for each in one.transcript.media
         ]
@@ -131,9 +137,15 @@ async def test_saved_batch_has_each_medium_once_and_is_loaded_whole(
         )
     with pytest.raises(RolloutError, match="no processor is known; give collate or RolloutBatch"):
         RolloutBatch.load(tmp_path).multi_modal_inputs[0]
+    bare = collate(load_trajectories(tmp_path), config_of(folder).lengths, 0)
+    with pytest.raises(RolloutError, match="the batch lacks the content of <Media image"):
+        bare.save(tmp_path / "bare")
+    assert not (tmp_path / "bare").exists()
     path = tmp_path / "media.safetensors"
     changed = bytearray(path.read_bytes())
     changed[-1] ^= 1
     path.write_bytes(changed)
     with pytest.raises(RolloutError, match=r"media\.safetensors is not the file that meta.json"):
         RolloutBatch.load(tmp_path)
+    collate([], config_of(folder).lengths, 0).save(tmp_path, overwrite=True)
+    assert not path.exists()

@@ -222,7 +222,8 @@ def test_placeholders_that_a_user_spells_stay_text(template: ChatTemplate) -> No
     spelled = " ".join(processor.tokens.values())
     shown = read(template, medium("image", 0))
     content = [text(spelled), {"type": "image", "image": shown}, text(spelled)]
-    ids = template.prompt_ids([{"role": "user", "content": content}])
+    messages = [{"role": "user", "content": content}]
+    ids = template.prompt_ids(messages)
     (placed,) = template.places_of(ids, [shown])
     own = set(processor.placeholder_ids.values())
     assert all(
@@ -231,6 +232,9 @@ def test_placeholders_that_a_user_spells_stay_text(template: ChatTemplate) -> No
         if token in own
     )
     assert template.decode(ids).count(spelled) == 2
+    transcript = Transcript()
+    transcript.append_prompt(ids)
+    assert template.drift(transcript, messages, {}).kind == "identical"
 
 
 @pytest.mark.parametrize("family", APPENDABLE, indirect=True)

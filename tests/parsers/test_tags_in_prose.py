@@ -157,6 +157,14 @@ def parse_of(name: str, text: str) -> tuple[str, list[str]]:
     return turn.content, [getattr(call, "name", "invalid") for call in turn.calls]
 
 
+@pytest.mark.parametrize(
+    ("name", "end"), [("kimi_k2", "<|tool_call_end|>"), ("deepseek_v3", "<｜tool▁call▁end｜>")]
+)
+def test_end_tag_of_a_call_written_twice_is_dropped(name: str, end: str) -> None:
+    call = WRITE[name]("add", {"a": 1})
+    assert parse_of(name, call.replace(end, end * 2)) == ("", ["add"])
+
+
 def test_empty_function_in_code_is_content() -> None:
     for text in ("Write `<function=exec></function>`.", "```\n<function=exec>\n</function>\n```"):
         assert parse_of("qwen3_coder", text) == (text, [])

@@ -26,7 +26,7 @@ from sandbox_material import (
 )
 
 import rollout
-from fake_door import FakeDoor, fake_door
+from fake_gateway import FakeGateway, fake_gateway
 from rollout import (
     AgentError,
     Outcome,
@@ -68,13 +68,13 @@ def provider(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def door(monkeypatch: pytest.MonkeyPatch) -> FakeDoor:
-    return fake_door(monkeypatch)
+def gateway(monkeypatch: pytest.MonkeyPatch) -> FakeGateway:
+    return fake_gateway(monkeypatch)
 
 
 @asynccontextmanager
-async def gateway(door: FakeDoor) -> AsyncIterator[list[bytes]]:
-    """An HTTP server that answers each request with what it heard; the door leads there."""
+async def listening(gateway: FakeGateway) -> AsyncIterator[list[bytes]]:
+    """An HTTP server that answers each request with what it heard; the gateway leads there."""
     heard: list[bytes] = []
 
     async def serve(stream: SocketStream) -> None:
@@ -95,7 +95,7 @@ async def gateway(door: FakeDoor) -> AsyncIterator[list[bytes]]:
 
     async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener:
         port = listener.extra(anyio.abc.SocketAttribute.local_port)
-        door.root_url = f"http://127.0.0.1:{port}/t/1"
+        gateway.root_url = f"http://127.0.0.1:{port}/t/1"
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(listener.serve, serve)
             yield heard
@@ -126,9 +126,9 @@ async def ran(
 
 
 async def test_program_agent_reaches_the_gateway_and_nothing_else(
-    door: FakeDoor, provider: str
+    gateway: FakeGateway, provider: str
 ) -> None:
-    async with gateway(door) as heard, await anyio.create_tcp_listener() as other:
+    async with listening(gateway) as heard, await anyio.create_tcp_listener() as other:
         port = other.extra(anyio.abc.SocketAttribute.local_port)
         reach = (
             f"import socket\nfor place in (('127.0.0.1', {port}), ('192.0.2.1', 9)):\n"
@@ -150,11 +150,11 @@ async def test_program_agent_reaches_the_gateway_and_nothing_else(
     assert files == {"answer.json": '{"heard": "it\'s $HOME; {api_key}"}'}
     assert b"Authorization: Bearer key-of-0/prompt-0/0" in heard[0]
     assert heard[0].startswith(b"POST /t/1/v1/chat/completions ")
-    assert (door.contexts, directories()) == ({}, set())
+    assert (gateway.contexts, directories()) == ({}, set())
 
 
 async def test_program_agent_sees_files_variables_and_nothing_of_the_driver(
-    door: FakeDoor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str
+    gateway: FakeGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, provider: str
 ) -> None:
     monkeypatch.setenv("SECRET", "driver")
     (tmp_path / "deep").mkdir()
@@ -179,7 +179,7 @@ async def test_program_agent_sees_files_variables_and_nothing_of_the_driver(
     }
 
 
-async def test_program_agent_files_reach_the_reward(door: FakeDoor) -> None:
+async def test_program_agent_files_reach_the_reward(gateway: FakeGateway) -> None:
     program = ProgramAgent("echo 42 > answer", collect=["answer"])
     register_agent("a_program")(program)
     asked = Prompt(messages=[{"role": "user", "content": "go"}], agent_name="a_program")
@@ -193,7 +193,7 @@ async def test_program_agent_files_reach_the_reward(door: FakeDoor) -> None:
     assert batch.samples[0].reward == 1.0
 
 
-async def test_program_agent_exit_code_fails_unless_it_is_not_checked(door: FakeDoor) -> None:
+async def test_program_agent_exit_code_fails_unless_it_is_not_checked(gateway: FakeGateway) -> None:
     trajectory = await ran("echo broken >&2; exit 3")
     assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "agent")
     assert trajectory.cause.message == "the program failed: exit code 3: broken"
@@ -208,14 +208,14 @@ async def test_program_agent_exit_code_fails_unless_it_is_not_checked(door: Fake
     assert "no-such-program: not found" in trajectory.cause.message
 
 
-async def test_program_agent_keeps_the_end_of_a_long_output(door: FakeDoor) -> None:
+async def test_program_agent_keeps_the_end_of_a_long_output(gateway: FakeGateway) -> None:
     trajectory = await ran("echo first >&2; seq 1 200000")
     output = trajectory.extra["program"]["output"]
     assert output.endswith("199999\n200000\n")
     assert len(output) == 2**20
 
 
-async def test_program_agent_files_that_are_too_much_are_named(door: FakeDoor) -> None:
+async def test_program_agent_files_that_are_too_much_are_named(gateway: FakeGateway) -> None:
     command = (
         "head -c 2000 /dev/zero > long; echo short > short; ln -s /etc/passwd link; mkfifo pipe"
     )
@@ -225,7 +225,9 @@ async def test_program_agent_files_that_are_too_much_are_named(door: FakeDoor) -
 
 
 @pytest.mark.parametrize("text", ["x\0y", "\ud800"])
-async def test_program_agent_prompt_that_is_no_argument_fails(door: FakeDoor, text: str) -> None:
+async def test_program_agent_prompt_that_is_no_argument_fails(
+    gateway: FakeGateway, text: str
+) -> None:
     given: list[dict[str, Any]] = [
         {"command": ["/bin/echo", "{prompt}"]},
         {"command": "echo $P", "env": {"P": "{prompt}"}},
@@ -235,7 +237,9 @@ async def test_program_agent_prompt_that_is_no_argument_fails(door: FakeDoor, te
         assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "agent")
 
 
-async def test_program_agent_names_what_it_did_not_collect(door: FakeDoor, provider: str) -> None:
+async def test_program_agent_names_what_it_did_not_collect(
+    gateway: FakeGateway, provider: str
+) -> None:
     command = "mkdir -p d/e; echo x > d/e/x; ln -s e d/link; ln -s d linked; ln -s nowhere dangling"
     collect = ["d", "linked", "linked/e/x", "dang*", "nothing.txt", "none/*"]
     trajectory = await ran(command, collect=collect, provider=provider)
@@ -246,7 +250,7 @@ async def test_program_agent_names_what_it_did_not_collect(door: FakeDoor, provi
 
 
 async def test_program_agent_past_its_timeout_ends_by_that_limit_with_its_files(
-    door: FakeDoor, provider: str
+    gateway: FakeGateway, provider: str
 ) -> None:
     seconds = unique_seconds()
     begun = f"echo begun; echo 1 > a; sleep {seconds}"
@@ -267,7 +271,7 @@ SHORT = LimitsConfig(
 
 
 async def test_program_agent_at_its_deadline_is_killed_with_its_group(
-    door: FakeDoor, provider: str
+    gateway: FakeGateway, provider: str
 ) -> None:
     tokens = [unique_seconds() for _ in range(3)]
     one, two, three = tokens
@@ -279,10 +283,12 @@ async def test_program_agent_at_its_deadline_is_killed_with_its_group(
     )
     assert (trajectory.outcome, trajectory.reason) == (Outcome.DEADLINE, "trajectory")
     assert [processes_with(token) for token in tokens] == [[], [], []]
-    assert (door.contexts, directories()) == ({}, set())
+    assert (gateway.contexts, directories()) == ({}, set())
 
 
-async def test_program_agent_leaves_no_process_of_its_own(door: FakeDoor, provider: str) -> None:
+async def test_program_agent_leaves_no_process_of_its_own(
+    gateway: FakeGateway, provider: str
+) -> None:
     one, two = unique_seconds(), unique_seconds()
     command = f"setsid sleep {one} & setsid sleep {two} & echo done"
     trajectory = await ran(command, provider=provider)
@@ -291,10 +297,12 @@ async def test_program_agent_leaves_no_process_of_its_own(door: FakeDoor, provid
 
 
 async def test_program_agent_after_a_limit_of_its_trajectory_has_the_limits_outcome(
-    door: FakeDoor, monkeypatch: pytest.MonkeyPatch
+    gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def end(task: Any) -> dict[str, str]:
-        door.contexts[task.api_key].end(Outcome.LIMIT, "turns", limit_source="agent.max_user_turns")
+        gateway.contexts[task.api_key].end(
+            Outcome.LIMIT, "turns", limit_source="agent.max_user_turns"
+        )
         return {}
 
     trajectory = await ran("exit 1", env=end)
@@ -350,7 +358,7 @@ class Remote:
 
 @pytest.mark.parametrize("public_url", [None, "https://gateway.example"])
 async def test_program_agent_far_away_needs_a_public_gateway(
-    door: FakeDoor, public_url: str | None
+    gateway: FakeGateway, public_url: str | None
 ) -> None:
     register_agent("a_program")(ProgramAgent("echo $OPENAI_BASE_URL"))
     asked = Prompt(messages=[{"role": "user", "content": "go"}], agent_name="a_program")
@@ -358,7 +366,7 @@ async def test_program_agent_far_away_needs_a_public_gateway(
         sandbox=SandboxConfig(provider="test_program_agent:Remote"),
         gateway=GatewayConfig(public_url=public_url),
     )
-    door.root_url = f"{public_url}/t/1"
+    gateway.root_url = f"{public_url}/t/1"
     async with rollout.open_rollout(config) as runtime:
         (trajectory,) = (await runtime.generate([asked])).trajectories
     if public_url is None:
@@ -372,7 +380,7 @@ async def test_program_agent_far_away_needs_a_public_gateway(
 
 
 @pytest.mark.parametrize("what", ["env", "files"])
-async def test_program_agent_what_is_no_mapping_is_named(door: FakeDoor, what: str) -> None:
+async def test_program_agent_what_is_no_mapping_is_named(gateway: FakeGateway, what: str) -> None:
     given: dict[str, Any] = {what: ["a"]}
     with pytest.raises(AgentError, match=rf"{what} = \['a'\]; expected a mapping"):
         ProgramAgent("true", **given)
@@ -381,7 +389,7 @@ async def test_program_agent_what_is_no_mapping_is_named(door: FakeDoor, what: s
     assert trajectory.cause.message == f"ProgramAgent: {what} = None; expected a mapping"
 
 
-async def test_program_agent_wrong_files_fail_their_trajectory(door: FakeDoor) -> None:
+async def test_program_agent_wrong_files_fail_their_trajectory(gateway: FakeGateway) -> None:
     trajectory = await ran("true", files=lambda task: {"a": 5})
     assert trajectory.cause.message == (
         "ProgramAgent: files['a'] = 5; expected text, bytes or a Path"
@@ -392,11 +400,11 @@ DRIVER = """
 import sys
 sys.path.insert(0, {tests!r})
 import anyio, pytest, rollout
-from fake_door import fake_door
+from fake_gateway import fake_gateway
 from rollout.config import SandboxConfig
 from rollout.testing import Scenario
 
-fake_door(pytest.MonkeyPatch())
+fake_gateway(pytest.MonkeyPatch())
 rollout.register_agent("p")(rollout.ProgramAgent({command!r}))
 asked = rollout.Prompt(messages=[{{"role": "user", "content": "go"}}], agent_name="p")
 

@@ -22,8 +22,8 @@ class AgentLoop(ABC):
     attributes are that trajectory's own.
 
     Attributes:
-        needs_gateway: Whether it works through `AgentContext.door`: `open_rollout` then fails where
-            the gateway cannot be opened, and not the first trajectory.
+        needs_gateway: Whether it works through `AgentContext.gateway`: `open_rollout` then fails
+            where that cannot be opened, and not the first trajectory.
         needs_sandbox: Whether it works in `AgentContext.sandbox`: the same where none can be had.
         is_shared: Whether one instance may serve all trajectories, since it keeps nothing of any:
             only then an instance can be registered. A subclass with an `__init__` of its own says

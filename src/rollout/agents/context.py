@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from rollout.agents.ending import Ending
     from rollout.agents.rendering import Given
-    from rollout.agents.services import GatewayDoor, Services
+    from rollout.agents.services import Services, TrajectoryGateway
     from rollout.agents.turn import AssistantTurn
     from rollout.agents.turn_log import TurnLog
     from rollout.chat.drift import Drift
@@ -126,23 +126,23 @@ class AgentContext(Conversation):
         return self._state.sandbox
 
     @property
-    def sandbox_asked_for(self) -> TrajectorySandbox | None:
+    def used_sandbox(self) -> TrajectorySandbox | None:
         """The same; None where nobody has used it yet."""
         return self._state.used_sandbox
 
     @property
-    def door(self) -> GatewayDoor:
+    def gateway(self) -> TrajectoryGateway:
         """The gateway, for agents that speak HTTP.
 
         Raises:
             AgentError: There is none.
         """
-        if self.services.door is None:
+        if self.services.gateway is None:
             raise AgentError(
                 "no gateway serves this runtime: open one with `async with "
                 "rollout.open_gateway(runtime)`, or open the runtime with `open_rollout`"
             )
-        return self.services.door
+        return self.services.gateway
 
     @property
     def has_interaction(self) -> bool:

@@ -116,7 +116,7 @@ class FunctionAgent(AgentLoop):
 
     async def run(self, context: AgentContext) -> None:
         """Serve the trajectory while the function runs; what it returns is its reward."""
-        async with context.door.open(context) as address:
+        async with context.gateway.open(context) as address:
             value = await self._call(context, await AgentTask.of(context, address))
         if value is not None:
             context.reward = as_reward(value, f"the agent {self.name!r}")

@@ -121,7 +121,7 @@ class ProgramAgent(AgentLoop):
     async def run(self, context: AgentContext) -> None:
         """Run the program to its end; cancellation and deadlines kill all of its processes."""
         sandbox, in_thread = context.sandbox, context.services.threads.run
-        async with context.door.open(context) as address:
+        async with context.gateway.open(context) as address:
             task = await AgentTask.of(context, await _map_address(context, address))
             with tempfile.TemporaryDirectory(prefix="rollout-files-") as directory:
                 command, env = await in_thread(

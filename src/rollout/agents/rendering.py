@@ -233,7 +233,7 @@ class Renderer:
         template, own = self._services.template, order_messages(as_messages(messages))
         ids = template.prompt_ids(own, self._schemas, max_tokens=longest)
         media = template.places_of(ids, list(find_shown(own)))
-        return Rendered(ids, own, template.opens_reasoning, media=media)
+        return Rendered(ids, own, template.ends_in_reasoning(ids), media=media)
 
     def _observation(
         self,

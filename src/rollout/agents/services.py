@@ -42,8 +42,8 @@ class GatewayAddress(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.root_url}/v1"
 
 
-class GatewayDoor(Protocol):
-    """What the gateway, floors above, must be: it serves trajectories over HTTP."""
+class TrajectoryGateway(Protocol):
+    """What agents need of the gateway, which imports them: it serves trajectories over HTTP."""
 
     def open(self, context: Any) -> AbstractAsyncContextManager[GatewayAddress]:
         """Serve a trajectory, by its `AgentContext`, while the block runs, in the task entering it.
@@ -59,8 +59,8 @@ class Services:
     """The engines, the model's chat format, tools, simulated users, and threads for their code.
 
     `stop_token_ids` are those that end a turn, in the template or in the tool-call format; `events`
-    takes what happens to those who want to know; `texts` is the thread of `run_text`; `door` is the
-    gateway, None where there is none.
+    takes what happens to those who want to know; `texts` is the thread of `run_text`; `gateway`
+    is None where there is none.
     """
 
     config: RolloutConfig
@@ -76,7 +76,7 @@ class Services:
     texts: WorkerThreads
     media: MediaIntake
     events: EventStream = attrs.field(factory=EventStream)
-    door: GatewayDoor | None = None
+    gateway: TrajectoryGateway | None = None
     sandboxes: SandboxPool = attrs.field(init=False)
     #: Parameters of truncated sampling that the runtime has warned of.
     warned: set[str] = attrs.field(init=False, factory=set)

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from rollout.batch.metrics import batch_metrics
 from rollout.batch.records import Sample, count_tokens, find_media
 from rollout.batch.rollout_batch import RolloutBatch
-from rollout.chat.trajectory_codec import TrajectoryFacts
+from rollout.chat.trajectory_codec import SEGMENT_FACTS, TrajectoryFacts
 from rollout.chat.transcript import NO_EXPERT, NO_VERSION
 from rollout.media.tensors import MultiModalInputs
 from rollout.tensor_layout import Layout, Trim, layout_faults, trim_width
@@ -45,9 +45,8 @@ KEYS = {
     "token_rewards": (RESPONSE, torch.float32, 0),
     "routed_experts": (BOTH, torch.int16, NO_EXPERT),
 }
-#: What a sample has of its trajectory, and of its segment.
+#: What a sample has of its trajectory.
 _OF_TRAJECTORY = (*TrajectoryFacts.__struct_fields__, "extra")
-_OF_SEGMENT = ("parent", "purpose", "session_id", "seeds")
 
 
 class Lengths(Protocol):
@@ -96,8 +95,8 @@ def collate(
         position_rows: Rows of those positions: 3, or 4 with those of a text-only row before them.
 
     Raises:
-        ValueError: A prompt or response is longer than `lengths` allow, and its uid is named; or
-            `layout` or `trim` is none.
+        ValueError: A prompt or response is longer than `lengths` allow, or has token rewards of
+            another length, and its uid is named; or `layout`, `trim` or `position_rows` is unknown.
     """
     faults = layout_faults(layout, trim)
     if position_rows not in (3, 4):
@@ -110,12 +109,9 @@ def collate(
     _check_rows(samples, segments, lengths)
     columns = _read_columns(segments, processor, position_rows)
     if layout == "padded":
-        longest = (max(map(len, columns[key]), default=0) for key in ("prompts", "responses"))
-        prompt, response = longest
-        widths = (
-            trim_width(prompt, lengths.prompt, trim),
-            trim_width(response, lengths.response, trim),
-        )
+        most = {"prompts": lengths.prompt, "responses": lengths.response}
+        longest = {key: max(map(len, columns[key]), default=0) for key in most}
+        widths = [trim_width(longest[key], most[key], trim) for key in most]
         tensors = _pad_columns(columns, widths, pad_token_id)
     else:
         tensors = _pack_columns(columns)
@@ -139,7 +135,7 @@ def collate(
 def _make_sample(row: int, trajectory: Trajectory, at: int) -> Sample:
     segment = trajectory.segments[at]
     facts = {name: getattr(trajectory, name) for name in _OF_TRAJECTORY}
-    facts |= {name: getattr(segment, name) for name in _OF_SEGMENT}
+    facts |= {name: getattr(segment, name) for name in SEGMENT_FACTS}
     facts["trainable"] = trajectory.is_trainable(segment)
     facts["reward"] = trajectory.reward_of(segment)
     return Sample(**facts, row=row, segment=at)
@@ -214,7 +210,7 @@ def _read_columns(
 
 
 def _pad_columns(
-    columns: Columns, widths: tuple[int, int], pad_token_id: int
+    columns: Columns, widths: Sequence[int], pad_token_id: int
 ) -> dict[str, torch.Tensor]:
     """Make rectangles: prompts padded on the left, responses on the right.
 

@@ -40,7 +40,7 @@ def batch_metrics(
     * ``recovery/{resumes,restarts}``: requests that resumed elsewhere, or restarted, because their
       replica was lost; ``tokens/discarded``: what was dropped by that and by further attempts;
       ``tokens/cut_prompt``: what over-long prompts have lost;
-    * ``sampling/truncated_share``: of the generated tokens, those of training rows that were drawn
+    * ``sampling/truncated_share``: of all generated tokens, those of training rows that were drawn
       under top_k, top_p or min_p; absent where none were;
     * ``media/sampled_placeholders``: turns that ended before a placeholder of an image or a video
       that the model sampled by itself; what followed is in ``tokens/discarded``;

@@ -135,7 +135,18 @@ def trajectory_from_line(line: bytes) -> Trajectory:
         if segment.token_rewards is not None:
             segment.token_rewards = array("f", map(float, segment.token_rewards)).tobytes()
     prompt = None if record.prompt is None else Prompt(**record.prompt)
+    if prompt is not None:
+        own = list(map(_read_media, prompt.messages))
+        prompt = msgspec.structs.replace(prompt, messages=own)
     return unpack_trajectory(record, prompt, lambda messages: messages)
+
+
+def _read_media(message: Any) -> Any:
+    """A message of a prompt; one with images or videos as the `Message` that was written."""
+    parts = message.get("parts", ()) if isinstance(message, dict) else ()
+    if any(isinstance(part, dict) and "digest" in part for part in parts):
+        return msgspec.convert(message, Message, strict=False)
+    return message
 
 
 def _write_span(span: Span, decode: Decode | None) -> _SpanLine:

@@ -35,7 +35,8 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
             ``rollout_log_probs`` (B, R) float32, 0.0 off the mask; ``weight_versions`` (B, R)
             int32, -1 off the mask; ``trainable`` (B,) bool; ``rewards`` (B,) float32, NaN where
             unknown; ``groups`` (B,) int64, the position of the row's prompt in the call; where
-            engines tell them, ``routed_experts`` (B, P+R, layers, top_k) int16, -1 unknown. Of
+            engines tell them, ``routed_experts`` (B, P+R, layers, top_k) int16, -1 unknown; where
+            a reward function gave any, ``token_rewards`` (B, R) float32, NaN in rows without. Of
             M-RoPE families ``position_ids`` is (B, 3, P+R), or (B, 4, P+R) with
             `media.position_rows` = 4; packed, each row is (T, 3) or (T, 4).
         samples: One record for each row.
@@ -92,9 +93,10 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
             overwrite: Replace the files of another batch.
 
         Raises:
-            RolloutError: The directory holds another batch, or files of such names; or it cannot be
-                written: names the file, and where room lacks, what is needed and what there is.
-                Nothing is left of the attempt: make room and call it again.
+            RolloutError: The directory holds another batch, or files of such names; an image or
+                video has no content (of `load_trajectories`); or it cannot be written: names the
+                file, and where room lacks, what is needed and what there is. Nothing is left of the
+                attempt: make room and call it again.
         """
         write_batch(Path(directory), self, overwrite=overwrite)
 

@@ -22,7 +22,7 @@ from rollout.batch.records import (
     trajectory_line,
 )
 from rollout.chat.messages import Messages
-from rollout.chat.trajectory_codec import collect_contents, restore_media
+from rollout.chat.trajectory_codec import collect_contents, list_trajectory_media, restore_media
 from rollout.disk_room import unwritable
 from rollout.engine.model_files import load_decoder
 from rollout.errors import RolloutError
@@ -130,6 +130,8 @@ def write_batch(directory: Path, batch: Any, *, overwrite: bool) -> None:
                 Path(aside, name).write_bytes(content)
             for name in files:  # the one with the checksums last
                 Path(aside, name).replace(directory / name)
+            if MEDIA not in files:  # an earlier batch's
+                (directory / MEDIA).unlink(missing_ok=True)
     except OSError as error:  # what stood aside takes up no room any more
         raise unwritable(path, error, sum(map(len, files.values()))) from error
 
@@ -149,7 +151,15 @@ def _encode_files(batch: Any) -> dict[str, bytes]:
         TRAJECTORIES: b"".join(line + b"\n" for line in lines),
         METRICS: msgspec.json.format(encode_json(metrics)),
     }
-    if contents := collect_contents(trajectories):
+    contents = collect_contents(trajectories)
+    if bare := [
+        each for each in list_trajectory_media(trajectories) if each.digest not in contents
+    ]:
+        raise RolloutError(
+            f"the batch lacks the content of {bare[0]!r}, and would not be loaded again; "
+            "RolloutBatch.load has contents, load_trajectories has none"
+        )
+    if contents:
         media = {k: torch.frombuffer(bytearray(v), dtype=torch.uint8) for k, v in contents.items()}
         files[MEDIA], _ = _dump_tensors(media)
     meta = _Meta(

@@ -19,7 +19,7 @@ import msgspec
 
 from rollout.chat.encoding import TAG, WrittenText, render_escaped
 from rollout.chat.messages import template_call
-from rollout.chat.reasoning import opens_reasoning
+from rollout.chat.reasoning import ends_with_opening, opens_reasoning
 from rollout.chat.transcript import common_length
 from rollout.errors import TemplateError
 
@@ -121,7 +121,7 @@ class ContinuationRenderer:
 
         written = render_escaped(render, self._encoder, messages, None, max_tokens)
         if not written.text.endswith(opening):
-            opens = opens_reasoning(written.text)
+            opens = ends_with_opening(written.text)
         return Continuation(written=written, turn_end=turn_end, opens_reasoning=opens)
 
     @cached_property
@@ -245,6 +245,8 @@ class ContinuationRenderer:
         key = tuple([(message["role"], *sorted(message)) for message in messages])
         pattern = self._patterns.get(key)
         if pattern is None:
+            if len(self._patterns) >= 1024:  # clients of a gateway choose the keys
+                self._patterns.clear()
             pattern = self._patterns[key] = self._try_answers(messages)
         return pattern
 

@@ -33,6 +33,7 @@ from rollout.chat.messages import (
     template_call,
     with_arguments_as_text,
 )
+from rollout.chat.reasoning import END_THINK, THINK
 from rollout.chat.tokenizer_parts import can_be_split, copy_tokenizer, longest_token, match_any
 from rollout.errors import TemplateError
 from rollout.utf8 import check_encodable
@@ -255,7 +256,7 @@ _SCALARS = frozenset((str, int, float, bool, type(None)))
 _RENAMED = frozenset(("reasoning_content", "thinking", "reasoning"))
 
 
-#: Tags that assistants write themselves, so that the words of one in a prompt may hold them.
+#: What the tags look like that assistants write themselves.
 TAG = re.compile(r"</?\w+>")
 
 
@@ -290,10 +291,22 @@ def render_escaped(
     word = "rolloutSpecialToken"  # letters, which templates leave as they are
     while word in text:
         word += "a"
-    marks = _Marks(encoder, word)
-    marked = [marks.add(each, is_assistant=each["role"] == "assistant") for each in messages]
-    offered = None if tools is None else marks.add(list(tools))
+    marks = _SpelledMarks(encoder, word)
+    marked = [
+        map_texts(each, partial(marks.add, is_assistant=each["role"] == "assistant"))
+        for each in messages
+    ]
+    offered = None if tools is None else map_texts(list(tools), marks.add)
     return marks.remove(render(marked, offered)) if marks.spelled else WrittenText(text)
+
+
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """`value` with another text for each that is in it, keys of mappings included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {map_texts(key, change): map_texts(item, change) for key, item in value.items()}
+    return [map_texts(each, change) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _list_texts(value: object) -> list[str]:
@@ -309,7 +322,7 @@ def _list_texts(value: object) -> list[str]:
     return texts
 
 
-class _Marks:
+class _SpelledMarks:
     """Words of our own beside the special tokens that messages spell.
 
     Args:
@@ -325,25 +338,13 @@ class _Marks:
         self._word = word
         self.spelled: list[tuple[str, bool]] = []
 
-    def add(self, value: Any, *, is_assistant: bool = False) -> Any:
-        """`value` with a mark beside each token in its strings."""
-        if isinstance(value, str):
-            return self._mark_text(value, is_assistant)
-        if isinstance(value, Mapping):
-            return {
-                self.add(key): self.add(item, is_assistant=is_assistant)
-                for key, item in value.items()
-            }
-        if isinstance(value, list | tuple):
-            return [self.add(item, is_assistant=is_assistant) for item in value]
-        return value
-
-    def _mark_text(self, text: str, is_assistant: bool) -> str:
+    def add(self, text: str, *, is_assistant: bool = False) -> str:
+        """`text` with a mark beside each token in it."""
         pieces: list[str] = []
         at, end = 0, len(text.rstrip())
         for start, stop in self._encoder.special_token_spellings(text):
             token = text[start:stop]
-            if is_assistant and TAG.fullmatch(token):
+            if is_assistant and token in self._encoder.tags:
                 continue
             is_before = stop >= end  # templates look for tokens at the start or end of a content
             mark = f"{self._word}{len(self.spelled)}x"
@@ -403,17 +404,21 @@ class TextEncoder:
     Attributes:
         specials: Spelling and id of each token that a template may write: those marked special,
             and the other added ones that are neither white space nor markup.
+        tags: Those that assistants write themselves, so that their words in a prompt may hold them.
         added: How many added tokens the tokenizer had.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         tokens = tokenizer.added_tokens_decoder
         self.specials = {each.content: at for at, each in tokens.items() if _is_special(each)}
+        own = (THINK, END_THINK)
+        tags = (each for each in tokens.values() if TAG.fullmatch(each.content))
+        self.tags = {tag.content for tag in tags if not tag.special or tag.content in own}
         self.added = len(tokens)
         self._pattern = match_any(self.specials)
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._encode_whole: Encode | None = None
-        self._marked: _MarkedTexts | None = None
+        self._marked: _TemplateMarks | None = None
         if self._backend is None:
             self._decode: Decode = lambda ids: str(
                 tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -424,7 +429,7 @@ class TextEncoder:
             encode, self._decode = make_plain_codec(self._backend, self.specials)
             if not can_be_split(self._backend):
                 self._encode_whole = make_encoder(copy_tokenizer(self._backend))
-                self._marked = _MarkedTexts(self._backend, self.specials)
+                self._marked = _TemplateMarks(self._backend, self.specials)
         self._piece_ids = _Remembered(encode)
 
     def encode(self, written: WrittenText | str, max_tokens: int | None = None) -> array[int]:
@@ -460,6 +465,8 @@ class TextEncoder:
         try:
             return self._decode(listed)
         except Exception:  # fastokens does not know an id
+            if self._backend is None:
+                raise
             return str(self._backend.decode(listed, skip_special_tokens=False))
 
     def refuse_beyond(self, max_tokens: int | None, text: str) -> None:
@@ -529,7 +536,7 @@ def _measure(piece: str, ids: bytes) -> int:
     return sys.getsizeof(piece) + sys.getsizeof(ids) + _ENTRY
 
 
-class _MarkedTexts:
+class _TemplateMarks:
     """Encodes whole texts whose special tokens are replaced by marks of our own.
 
     Its tokenizer reads every special token of the vocabulary as text, and recognises four made-up

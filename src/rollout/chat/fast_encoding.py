@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from rollout.chat.tokenizer_parts import BYTE_LETTERS, copy_tokenizer
+from rollout.chat.tokenizer_parts import LETTER_BYTES, copy_tokenizer
 from rollout.utf8 import check_encodable
 
 logger = logging.getLogger("rollout.chat")
@@ -168,12 +168,11 @@ def _list_texts() -> Iterator[str]:
 
 def _join_vocabulary(backend: Any) -> Iterator[str]:
     """Strings of a vocabulary and added tokens, evenly chosen, joined in several ways."""
-    bytes_by_letter = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}
     size, words = backend.get_vocab_size(with_added_tokens=False), list[str]()
     for token_id in range(0, size, -(-size // _STRINGS)):
         name: str = backend.id_to_token(token_id) or ""
         try:
-            words.append(bytes([bytes_by_letter[letter] for letter in name]).decode())
+            words.append(bytes([LETTER_BYTES[letter] for letter in name]).decode())
         except (KeyError, UnicodeDecodeError):  # no byte-level word, or half of a character
             words.append(name)
     added = [token.content for token in backend.get_added_tokens_decoder().values()]

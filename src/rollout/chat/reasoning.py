@@ -24,6 +24,11 @@ def opens_reasoning(text: str) -> bool:
     return any(text.rfind(opening) > text.rfind(closing) for opening, closing in TAGS)
 
 
+def ends_with_opening(text: str) -> bool:
+    """Whether a tag that opens reasoning ends a text; a user may have written those before it."""
+    return text.rstrip().endswith(tuple(opening for opening, _ in TAGS))
+
+
 def lacks_reasoning(text: str, other: str) -> bool:
     """Whether `other` marks reasoning, open or closed, where `text` marks none."""
     return any(opening in other and opening not in text for opening, _ in TAGS)

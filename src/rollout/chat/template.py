@@ -10,9 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.chat.continuation import USER_MARKER, ContinuationRenderer
 from rollout.chat.drift import DRIFT_KINDS, Drift, FullRenderer, compare
-from rollout.chat.encoding import TemplateRenderer, WrittenText, get_encoder, render_escaped
+from rollout.chat.encoding import (
+    TemplateRenderer,
+    WrittenText,
+    get_encoder,
+    map_texts,
+    render_escaped,
+)
 from rollout.chat.messages import TemplateMessage, list_media, template_messages
-from rollout.chat.reasoning import opens_reasoning
+from rollout.chat.reasoning import ends_with_opening, opens_reasoning
 from rollout.chat.tokenizer_parts import read_parts, spell_token
 from rollout.errors import MediaError, TemplateError
 
@@ -122,6 +128,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         max_tokens: int | None,
     ) -> WrittenText:
+        messages = self._renderer.adapted(messages)  # ids of calls as they were given, unmarked
         written = render_escaped(
             lambda given, offered: self._renderer.render(given, True, offered),
             *(self.encoder, messages, tools, max_tokens),
@@ -225,6 +232,10 @@ class ChatTemplate:
         names = [self.decode([token]) for token in self._continuations.stop_ids()]
         renderer = FullRenderer(self._renderer.render, self.encoder, ends, names)
         given, text = template_messages(messages), self.decode(transcript.ids())
+        tokens = self.processor.tokens.values() if self.processor else ()
+        words = [(token, f"rolloutPlaceholder{at}x") for at, token in enumerate(tokens)]
+        if words:  # those that somebody spells are no placeholders of media
+            given, said = map_texts([given, said], lambda each: _replace_all(each, words))
         drifts: list[Drift] = []
         for with_calls in (False, True):
             try:
@@ -234,6 +245,7 @@ class ChatTemplate:
                     raise
                 continue
             rendering = self._expand_media(WrittenText(full), given, (), None).text
+            rendering = _replace_all(rendering, [(word, token) for token, word in words])
             if rendering != text:  # the vocabulary may not spell every text (NFC, missing bytes)
                 rendering = self.decode(self.encoder.encode(rendering))
             specials = self.encoder.specials
@@ -294,9 +306,20 @@ class ChatTemplate:
 
     @cached_property
     def opens_reasoning(self) -> bool:
-        """Whether the opening of the assistant's turn ends inside reasoning (``<think>``)."""
+        """Whether the turn after a plain question begins inside reasoning (``<think>``)."""
+        return opens_reasoning(self._around_question[1])
+
+    @cached_property
+    def _around_question(self) -> tuple[str, str]:
+        """What a template writes before a question and after it."""
         text = self._renderer.render([{"role": "user", "content": USER_MARKER}], True)
-        return opens_reasoning(text.rpartition(USER_MARKER)[2])
+        return text.partition(USER_MARKER)[0], text.rpartition(USER_MARKER)[2]
+
+    def ends_in_reasoning(self, ids: Sequence[int]) -> bool:
+        """Whether the turn after a prompt of `ids` begins inside reasoning, as its end says."""
+        opening = self._around_question[1]
+        text = self.decode(ids[-len(opening) - 64 :])
+        return self.opens_reasoning if text.endswith(opening) else ends_with_opening(text)
 
     @cached_property
     def added_system_prompt(self) -> str:
@@ -304,8 +327,7 @@ class ChatTemplate:
 
         Empty unless it holds more than special tokens and the name of a role.
         """
-        text = self._renderer.render([{"role": "user", "content": USER_MARKER}], True)
-        head = text.partition(USER_MARKER)[0]
+        head = self._around_question[0]
         pieces = self.encoder.split(WrittenText(head))[::2]
         words = sum(len(piece.split()) for piece in pieces)
         return head if words > 1 + (len(pieces) - 1) // 2 else ""
@@ -324,6 +346,12 @@ class ChatTemplate:
             facts.append(self._renderer.kwargs)
         record = json.dumps(facts, sort_keys=True, default=str).encode()
         return hashlib.sha256(record).hexdigest()[:16]
+
+
+def _replace_all(text: str, pairs: Iterable[tuple[str, str]]) -> str:
+    for old, new in pairs:
+        text = text.replace(old, new)
+    return text
 
 
 def _single_id(token_id: Any) -> int | None:

@@ -67,7 +67,7 @@ def _play(template: ChatTemplate, scene: Scene) -> SceneReport:
     transcript, messages, said = Transcript(), list(scene.prompt), {}
     transcript.append_prompt(template.prompt_ids(messages))
     boundary, cut_end = None, ""
-    is_reasoning = template.opens_reasoning
+    is_reasoning = template.ends_in_reasoning(transcript.ids().tolist())
     for words, following in scene.turns:
         text = _reasoned(words) if is_reasoning and words else words
         ids = _sampled(template, text, following)

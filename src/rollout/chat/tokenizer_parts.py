@@ -17,7 +17,7 @@ _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = itertools.count(0x100)
 #: The letter that stands for each byte in byte-level vocabularies (GPT-2's).
 BYTE_LETTERS = tuple(chr(byte if byte in _PRINTABLE else next(_OTHERS)) for byte in range(256))
-_BYTES = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}
+LETTER_BYTES = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}
 #: How tokenizers that spell what they do not know byte by byte name these tokens.
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -25,7 +25,7 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _ASCII, _LEADING, _CONTINUING = range(0x80), range(0xC2, 0xF5), range(0x80, 0xC0)
 #: Characters that canonical composition (NFC) makes one of, at most.
 COMPOSED = 4
-#: Normalizers that make no text shorter.
+#: Normalizers that make no text shorter; `Strip` only takes white space, which is looked at apart.
 _LENGTHENING = ("ByteLevel", "Lowercase", "NFD", "NFKD", "Prepend", "Strip")
 #: All that Python takes for white space, which is more than tokenizers do.
 _SPACES = "".join(chr(code) for code in range(0x3001) if chr(code).isspace())
@@ -58,7 +58,7 @@ def spell_token(backend: Any, token_id: int, *, is_byte_level: bool) -> bytes:
     name: str = backend.id_to_token(token_id) or ""
     if is_byte_level:
         try:
-            return bytes([_BYTES[letter] for letter in name])
+            return bytes([LETTER_BYTES[letter] for letter in name])
         except KeyError:  # an added token, which is written as it is
             return name.encode()
     if _BYTE_TOKEN.fullmatch(name):

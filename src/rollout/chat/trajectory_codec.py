@@ -7,7 +7,7 @@ values of users and conversations are written is each writer's; all the rest is 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -95,7 +95,8 @@ CompleteTrajectory = tuple[TrajectoryRecord[Span, Any], dict[str, bytes]]
 
 #: Values of users' among what both have.
 _VALUES = ("reward", "turn_scores", "tool_rewards", "metrics", "extra")
-_OF_SEGMENT = ("purpose", "parent", "trainable", "session_id", "seeds")
+#: Of a segment, in the same form in its record and its row.
+SEGMENT_FACTS = ("purpose", "parent", "trainable", "session_id", "seeds")
 _SAME = tuple(name for name in TrajectoryFacts.__struct_fields__ if name not in _VALUES)
 
 
@@ -119,7 +120,7 @@ def pack_trajectory(
         rewards, own = each.token_rewards, each.transcript
         segments.append(
             SegmentRecord(
-                **{name: getattr(each, name) for name in _OF_SEGMENT},
+                **{name: getattr(each, name) for name in SEGMENT_FACTS},
                 reward=write(each.reward, "segments.reward"),
                 token_rewards=None if rewards is None else array("f", rewards).tobytes(),
                 spans=None if own is transcript else list(own.spans),
@@ -164,7 +165,7 @@ def unpack_trajectory(
     conversation = unpack_messages(record.messages)
     segments = [
         Segment(
-            **{name: getattr(each, name) for name in (*_OF_SEGMENT, "reward")},
+            **{name: getattr(each, name) for name in (*SEGMENT_FACTS, "reward")},
             transcript=transcript,
             token_rewards=None if each.token_rewards is None else array("f", each.token_rewards),
             messages=(conversation if each.messages is None else unpack_messages(each.messages)),
@@ -203,10 +204,10 @@ def unpack_message(packed: Sequence[Any]) -> Message:
     return Message(**fields | {"tool_calls": tuple(calls), "parts": tuple(parts)})
 
 
-def unpack_prompt(fields: dict[str, Any]) -> Prompt:
+def unpack_prompt(fields: Mapping[str, Any]) -> Prompt:
     """The prompt of such fields: a list among its messages is a packed `Message`."""
-    messages = [unpack_message(m) if type(m) is list else m for m in fields.pop("messages")]
-    return Prompt(messages=messages, **fields)
+    messages = [unpack_message(m) if type(m) is list else m for m in fields["messages"]]
+    return Prompt(**{**fields, "messages": messages})
 
 
 def pack_complete(trajectory: Trajectory, where: str) -> CompleteTrajectory:
@@ -254,16 +255,20 @@ def unpack_complete(complete: CompleteTrajectory) -> Trajectory:
 
 
 def collect_contents(trajectories: Iterable[Trajectory]) -> dict[str, bytes]:
-    """The content of each medium in them, by its digest."""
-    found: dict[str, bytes] = {}
+    """The content of each medium in them that has one, by its digest."""
+    return {
+        each.digest: each.content for each in list_trajectory_media(trajectories) if each.content
+    }
+
+
+def list_trajectory_media(trajectories: Iterable[Trajectory]) -> Iterator[Media]:
+    """The media in them; one that several messages show comes several times."""
     for trajectory in trajectories:
-        media = list(find_shown(trajectory.messages))
+        yield from find_shown(trajectory.messages)
         for segment in trajectory.segments:
-            media += [each.medium for each in segment.transcript.media]
+            yield from (each.medium for each in segment.transcript.media)
             if segment.messages is not trajectory.messages:
-                media += find_shown(segment.messages)
-        found |= {medium.digest: medium.content for medium in media if medium.content}
-    return found
+                yield from find_shown(segment.messages)
 
 
 def restore_media(trajectory: Trajectory, contents: KnownContents) -> None:

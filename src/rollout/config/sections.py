@@ -50,6 +50,10 @@ from rollout.config.section_type import Section, annotations_of, faults_of, give
 EMBEDDED_MODEL = "embedded:smollm2-135m-instruct"
 #: The model of `SimulatedEngine`: a byte-level tokenizer, no files.
 SIMULATED_MODEL = "simulated"
+#: What `ChatTemplate` gives a template itself.
+_RENDERED = frozenset(
+    ("messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize")
+)
 #: How a path begins that can be no name of a model.
 _DIRECTORY = ("/", "./", "../", "~")
 
@@ -71,6 +75,14 @@ class ModelConfig(Section):
     chat_template: Text | None = None
     #: What the template can read beside messages and tools, e.g. ``enable_thinking = false``.
     chat_template_kwargs: PlainMapping = attrs.field(factory=dict)
+
+    def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:
+        """`chat_template_kwargs` leaves alone what every rendering is given."""
+        yield from super().relation_faults(sound)
+        given = self.chat_template_kwargs if "chat_template_kwargs" in sound else {}
+        for name in sorted(_RENDERED.intersection(given)):
+            expected = "expected another name: every rendering has its own of this one"
+            yield Fault(f"chat_template_kwargs.{name}", expected, given[name])
 
     def for_engine(self, engine: object) -> "ModelConfig":
         """These settings, with the engine's own default where no path was given."""

@@ -31,7 +31,7 @@ _SK, _DIGITS = "sk-", 64
 
 
 class Gateway:
-    """Serves trajectories over HTTP; made by `open_gateway`, and a `GatewayDoor` of agents.
+    """Serves trajectories over HTTP; made by `open_gateway`, and a `TrajectoryGateway` of agents.
 
     A key is a signature of its trajectory's path, so that nothing of one that has ended is kept to
     know it.
@@ -48,7 +48,7 @@ class Gateway:
 
     @asynccontextmanager
     async def open(self, context: AgentContext, **limits: Any) -> AsyncIterator[GatewayAddress]:
-        """As `GatewayDoor.open`.
+        """As `TrajectoryGateway.open`.
 
         Args:
             context: The trajectory's.
@@ -124,8 +124,8 @@ async def serve_trajectories(
     gateway = Gateway(config)
     api = TrajectoryApi(gateway.authenticate, config, services.template.spell_token)
     async with serve_http(config, Router([*routes, *api.routes]).handle) as gateway.url:
-        before, services.door = services.door, gateway
+        before, services.gateway = services.gateway, gateway
         try:
             yield gateway
         finally:
-            services.door = before
+            services.gateway = before

@@ -154,8 +154,8 @@ class ServedElsewhere(AgentLoop):
         served = _RUNNING[context.identity.uid]
         limits = msgspec.to_builtins(served.limits)
         seconds = limits.pop("trajectory_s", None)
-        door: Any = context.door
-        async with door.open(context, **limits) as served.address:
+        gateway: Any = context.gateway
+        async with gateway.open(context, **limits) as served.address:
             served.opened.set()
             with anyio.move_on_after(seconds) as scope:
                 await served.finished.wait()

@@ -202,7 +202,7 @@ def _check_file(content: bytes, mime: str, source: MediaSource, limits: MediaCon
 def _encode_pixels(value: Any, limits: MediaConfig) -> Media:
     """The medium of a PIL image or an array, as PNG."""
     if is_pixels(value):
-        value = _convert_array(value, limits)
+        value = _convert_array(value)
     elif not is_image(value):
         raise MediaError(
             f"{type(value).__name__}: expected a PIL image, an array, bytes, a data URL, a path "
@@ -221,7 +221,7 @@ def _encode_pixels(value: Any, limits: MediaConfig) -> Media:
     )
 
 
-def _convert_array(value: Any, limits: MediaConfig) -> Any:
+def _convert_array(value: Any) -> Any:
     """A PIL image of (H, W), (H, W, 1), (H, W, 3) or (H, W, 4) uint8."""
     import numpy as np
 
@@ -244,7 +244,7 @@ def _open_image(content: bytes) -> Any:
         raise MediaError("no bytes at all; expected a picture")
     with explain_faults(expected):  # a broken header ends in whatever the format's reader raises
         try:
-            return pillow.open(io.BytesIO(content), formats=tuple(IMAGE_FORMATS))
+            return pillow.open(io.BytesIO(content), formats=IMAGE_FORMATS)
         except pillow.UnidentifiedImageError:
             raise MediaError(f"{expected}: it is none") from None
 

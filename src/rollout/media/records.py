@@ -34,7 +34,7 @@ def drop_contents(message: Message) -> Message:
 
 
 def _change_media(message: Any, change: Callable[[Media], Media]) -> Any:
-    """A message, or a mapping, which prompts may have too; itself where it shows no media."""
+    """A message; itself where it shows no media, as a mapping among a prompt's messages does."""
     if not getattr(message, "parts", ()):
         return message
     parts = tuple(change(part) if isinstance(part, Media) else part for part in message.parts)
@@ -122,7 +122,7 @@ class KnownContents:
         return restored
 
     def restore_messages(self, messages: Sequence[Any]) -> Sequence[Any]:
-        """Messages, or mappings, which prompts may have too; the same list where none shows media.
+        """Messages; mappings among them, which prompts may have, stay as they are.
 
         Raises:
             RolloutError: As `restore`.

@@ -195,7 +195,7 @@ def _unpack_frames(media: Media) -> Pixels:
 def _open_video(content: bytes) -> Any:
     """An av container."""
     av = import_extra("av", "media", "a video", MediaError)
-    formats = "MP4, MOV, WebM, MKV, AVI, GIF, FLV, MPEG, OGG, ASF, IVF"
+    formats = "MP4, MOV, WebM, MKV, AVI, GIF, APNG, FLV, MPEG, OGG, ASF, IVF"
     with explain_faults(f"expected a video ({formats})"):
         container = av.open(
             io.BytesIO(content), metadata_errors="ignore", container_options=_ONLY_THE_BYTES

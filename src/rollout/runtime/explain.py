@@ -74,7 +74,7 @@ def _member_waits(
         started = scope.started
         asked = sorted(requests.get(identity.session_id, ()), key=lambda wait: wait.path)
         waits += [*asked, *_agent_waits(scope, now)]
-        sandbox = scope.context.sandbox_asked_for
+        sandbox = scope.context.used_sandbox
         waits = waits or [_own_code_wait(scope, now)]
         if began is not None and all(wait.kind == "held" for wait in waits):
             started, waits = None, [Wait("place", now - began)]  # it continues once it has one
@@ -99,7 +99,7 @@ def _member_waits(
 
 def _agent_waits(run: TrajectoryRun, now: float) -> Iterator[Wait]:
     """What it waits for beside engines."""
-    sandbox = run.context.sandbox_asked_for
+    sandbox = run.context.used_sandbox
     if sandbox is not None and sandbox.opens_since is not None:
         yield Wait("sandbox", now - sandbox.opens_since)
     calls = run.context.calls_under_way

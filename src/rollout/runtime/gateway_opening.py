@@ -24,7 +24,7 @@ HOME = "rollout.gateway.gateway"
 
 
 class GatewayOnDemand:
-    """A `GatewayDoor` whose server starts when the first agent comes.
+    """A `TrajectoryGateway` whose server starts when the first agent comes.
 
     It runs in a task of the runtime's: what its handlers do belongs to no trajectory.
     """
@@ -37,7 +37,7 @@ class GatewayOnDemand:
 
     @asynccontextmanager
     async def open(self, context: AgentContext) -> AsyncIterator[GatewayAddress]:
-        """As `GatewayDoor.open`; raises what `start` does."""
+        """As `TrajectoryGateway.open`; raises what `start` does."""
         await self.start()
         async with self._gateway.open(context) as address:
             yield address
@@ -60,7 +60,7 @@ class GatewayOnDemand:
         try:
             module = await services.threads.run("import", importlib.import_module, HOME)
             async with module.serve_trajectories(services) as self._gateway:
-                services.door = self  # agents keep to it
+                services.gateway = self  # agents keep to it
                 self._is_settled.set()
                 await anyio.sleep_forever()
         except Exception as error:
@@ -79,7 +79,7 @@ async def serve_gateway(services: Services) -> AsyncIterator[None]:
             opened.
     """
     config = services.config
-    gateway = services.door = GatewayOnDemand(services)
+    gateway = services.gateway = GatewayOnDemand(services)
     async with open_task_group() as tasks:
         tasks.start_soon(gateway.serve)
         agent = find_class(get_agent(config.agent.name))

@@ -178,7 +178,7 @@ async def run_trajectory(runner: TrajectoryRunner, run: TrajectoryRun) -> Trajec
             _add_times(run, trajectory)
             return trajectory
         finally:
-            run.clock.limit_carry, sandbox = None, run.context.sandbox_asked_for
+            run.clock.limit_carry, sandbox = None, run.context.used_sandbox
             del run.context  # it may be long until somebody takes the trajectory
             if sandbox is not None and sandbox.was_used:
                 await sandbox.close()
@@ -310,7 +310,7 @@ def _decide_outcome(run: TrajectoryRun) -> tuple[Ending, Cause | None]:
     has_swallowed = run.code.scope.cancel_called and error is None
     if run.code.was_cancelled or has_swallowed:
         return _decide_cancelled(run), None
-    sandbox = context.sandbox_asked_for
+    sandbox = context.used_sandbox
     if sandbox is not None and sandbox.failure is not None:
         kind, message = type(sandbox.failure).__qualname__, str(sandbox.failure)
         return Ending(outcome=Outcome.FAILED, reason=SANDBOX), Cause(type=kind, message=message)
@@ -337,7 +337,7 @@ def _decide_cancelled(run: TrajectoryRun) -> Ending:
 
 def _runs_again(services: Services, run: TrajectoryRun, ending: Ending) -> bool:
     """Whether the member gets another attempt."""
-    sandbox = run.context.sandbox_asked_for
+    sandbox = run.context.used_sandbox
     has_lost_sandbox = sandbox is not None and isinstance(sandbox.failure, SandboxLost)
     is_lost = ending.reason == ENGINE or (ending.reason == SANDBOX and has_lost_sandbox)
     is_lost = is_lost and ending.outcome is Outcome.FAILED  # the reason of a cancellation is free
@@ -431,7 +431,7 @@ async def _reward(runner: TrajectoryRunner, run: TrajectoryRun, trajectory: Traj
 
 
 def _add_times(run: TrajectoryRun, trajectory: Trajectory) -> None:
-    sandbox, ended = run.context.sandbox_asked_for, run.member.concluding_since
+    sandbox, ended = run.context.used_sandbox, run.member.concluding_since
     if sandbox is not None and sandbox.opened:
         trajectory.metrics["sandboxes"] = sandbox.opened
         trajectory.metrics["sandbox_wait_s"] = sandbox.wait_s

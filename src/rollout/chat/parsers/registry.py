@@ -78,7 +78,7 @@ class ToolParser(Protocol):
             text: A generated turn, decoded with special tokens kept.
             tools: OpenAI-style function dicts, for formats that need types to read arguments.
             in_reasoning: Whether the prompt ended inside ``<think>``
-                (`ChatTemplate.opens_reasoning`).
+                (`ChatTemplate.ends_in_reasoning`).
         """
 
 

@@ -67,6 +67,8 @@ class SectionParser(TaggedParser):
         first = at = scan.skip_space(opening.end())
         while at < len(scan.text) and not scan.text.startswith((begin, end), at):
             at = scan.skip_space(self._read_one(scan, at))
+            while scan.text.startswith(self.end_call, at):  # written twice, right after a call
+                at = scan.skip_space(at + len(self.end_call))
         if at == first:
             return scan.add_invalid(opening.start(), at, f"no call stands before {end}")
         return at

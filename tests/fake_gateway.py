@@ -12,7 +12,7 @@ from rollout.agents import AgentContext
 from rollout.agents.services import GatewayAddress
 
 
-class FakeDoor:
+class FakeGateway:
     """Opens for each trajectory; `contexts` are those that are open, by their keys.
 
     A client that has asked for nothing when its agent ends well has had one turn nevertheless:
@@ -37,8 +37,8 @@ class FakeDoor:
             self.closed += 1
 
 
-def fake_door(monkeypatch: pytest.MonkeyPatch) -> FakeDoor:
+def fake_gateway(monkeypatch: pytest.MonkeyPatch) -> FakeGateway:
     """In the place of every runtime's gateway."""
-    door: Any = FakeDoor()
-    monkeypatch.setattr(AgentContext, "door", property(lambda self: door))
-    return door  # type: ignore[no-any-return]
+    gateway: Any = FakeGateway()
+    monkeypatch.setattr(AgentContext, "gateway", property(lambda self: gateway))
+    return gateway  # type: ignore[no-any-return]
