@@ -34,19 +34,13 @@ FLOORS = (
     "observe.user_spans",
     "chat",
     # A model's files and its tokenizer, with which saved tokens are read.
-    "engine.quiet",
     "engine.gguf_conversion",
-    "engine.model_files",
     "engine.cores.simulated.vocabulary",
-    "engine.cores.simulated.tokenizer",
-    "engine.model_tokenizer",
+    "engine.model_files",
     "batch",
     "engine.weights",
     "engine.core",
-    "engine.model_identity",
-    "engine.weight_staging",
     "engine.weight_broadcasting",
-    "engine.channel.operations",
     "engine.cores",
     "engine.channel",
     "engine.placement",
@@ -69,7 +63,7 @@ FLOORS = (
     "testing",
 )
 #: What an engine's process needs beside its core.
-ENGINE_SIDE = ("engine.channel", "engine.core", "engine.weights", "engine.weight_staging")
+ENGINE_SIDE = ("engine.channel", "engine.core", "engine.weights")
 ENGINE_SIDE_PACKAGES = {"rollout", "msgspec", "anyio"}
 
 Graph = dict[str, set[str]]

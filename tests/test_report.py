@@ -20,7 +20,7 @@ from rollout import RolloutBatch, open_rollout
 from rollout.batch.records import trajectory_from_line
 from rollout.cli import main
 from rollout.config import ObserveConfig, SchedulingConfig, SimulatedEngine
-from rollout.engine.model_tokenizer import load_decoder
+from rollout.engine.model_files import load_decoder
 from rollout.errors import RolloutError
 from rollout.observe import read_events
 from rollout.observe.event_file import EVENTS

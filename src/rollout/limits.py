@@ -10,7 +10,7 @@ import math
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import anyio
 import msgspec
@@ -75,6 +75,9 @@ class Deadline(msgspec.Struct, frozen=True, gc=False):
         )
 
 
+#: When a limit ends, what ends then, and how far its own time is behind the loop's.
+_End: TypeAlias = "tuple[float, Limit | Deadline, float]"
+
 #: No limit.
 NEVER = Deadline(math.inf, "", math.inf)
 
@@ -110,7 +113,7 @@ class Limit:
         # By the time of what is around it: when it was paused, and how long it stood still before.
         self._paused_at, self._lost_s, self._pauses = 0.0, 0.0, 0
         self._due = due  # by its own time
-        self._end: tuple[float, Limit | Deadline] = (due, self)  # of one that governs a scope
+        self._end: _End = (due, self, 0.0)  # of one that governs a scope
         self._scope: anyio.CancelScope | None = None
 
     def open(self, seconds: float | None, source: str, *, since: float | None = None) -> Limit:
@@ -132,7 +135,7 @@ class Limit:
     @property
     def ends_at(self) -> float:
         """When it ends, as things stand: by itself, or with one around it."""
-        return self._find_end()[0] if self._scope is None else self._end[0]
+        return (self._find_end() if self._scope is None else self._end)[0]
 
     @property
     def deadline(self) -> Deadline:
@@ -140,7 +143,7 @@ class Limit:
 
         Of two that end at the same time that is the outer one.
         """
-        at, first = self._find_end() if self._scope is None else self._end
+        at, first, _ = self._find_end() if self._scope is None else self._end
         return Deadline(at, first.source, first.seconds)
 
     @property
@@ -175,18 +178,11 @@ class Limit:
         """Keep the deadline of this scope right, until `release`."""
         self._end, self._scope = self._find_end(), scope
         scope.deadline = self._end[0]
-        self.clock.scoped[self] = None
+        self.clock.scoped[self] = scope
 
     def release(self) -> None:
         """The governed scope has been left."""
         self.clock.scoped.pop(self, None)
-
-    def update_scope(self, now: float) -> None:
-        """Give the governed scope the deadline as it is now."""
-        assert self._scope is not None
-        if now < self._end[0]:  # else it has fired, or does so next
-            self._end = self._find_end()
-            self._scope.deadline = self._end[0]
 
     def __enter__(self) -> Limit:
         self.govern(anyio.CancelScope())
@@ -207,23 +203,22 @@ class Limit:
             raise self.deadline.error()
         return is_caught
 
-    def _find_end(self) -> tuple[float, Limit | Deadline]:
-        """When it ends, and what ends then."""
-        at, first, _ = self._find_end_and_shift()
-        return at, first
+    def _find_end(self) -> _End:
+        """When it ends, what ends then, and how far its own time is behind the loop's.
 
-    def _find_end_and_shift(self) -> tuple[float, Limit | Deadline, float]:
-        """The same, and how far its own time is behind the loop's: infinitely while paused."""
+        That is infinitely while it is paused.
+        """
         at, first, shift_s = self._look_around()
         shift_s += math.inf if self._pauses else self._lost_s
         own = self._due + shift_s
         return (own, self, shift_s) if own < at else (at, first, shift_s)
 
-    def _look_around(self) -> tuple[float, Limit | Deadline, float]:
+    def _look_around(self) -> _End:
         """The same of the limit around it, whose scope may have fired."""
-        assert self._outer is not None
-        at, first, shift_s = self._outer._find_end_and_shift()
-        return (at, first, shift_s) if self._outer._scope is None else (*self._outer._end, shift_s)
+        outer = self._outer
+        assert outer is not None
+        found = outer._find_end()
+        return found if outer._scope is None else (*outer._end[:2], found[2])
 
     def _time_around(self) -> float:
         return self.clock.now() if self._outer is None else self._outer.own_time()
@@ -240,7 +235,7 @@ class Clock(Limit):
 
     Attributes:
         now: The loop's time.
-        scoped: Limits that govern a scope.
+        scoped: Limits that govern a scope, with that.
         limit_carry: Gives the deadline of a trajectory that is carried since that time.
         carried_since: When it began to be carried; None while it is not.
     """
@@ -258,7 +253,7 @@ class Clock(Limit):
     def __init__(self, deadline: Deadline = NEVER) -> None:
         super().__init__(deadline.at, deadline.source, deadline.seconds, None)
         self.now = loop_clock()
-        self.scoped: dict[Limit, None] = {}
+        self.scoped: dict[Limit, anyio.CancelScope] = {}
         self.limit_carry: Callable[[float], Deadline] | None = None
         self.carried_since: float | None = None
         self._bound = NEVER  # ends it even while it is paused
@@ -270,14 +265,16 @@ class Clock(Limit):
         """Itself."""
         return self
 
-    def _look_around(self) -> tuple[float, Limit | Deadline, float]:
+    def _look_around(self) -> _End:
         return self._bound.at, self._bound, 0.0
 
     def update_scopes(self) -> None:
-        """A limit was paused, resumed or changed."""
+        """Give governed scopes their deadlines anew: a limit was paused, resumed or changed."""
         now = self.now()
-        for limit in tuple(self.scoped):
-            limit.update_scope(now)
+        for limit, scope in self.scoped.items():
+            if now < limit._end[0]:  # else it has fired, or does so next
+                limit._end = limit._find_end()
+                scope.deadline = limit._end[0]
 
     def carry(self) -> None:
         """Pause all limits, and have the trajectory wait before its next request."""

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from contextlib import suppress
 
 import msgspec
+
+#: Ids that are more than this are looked at by NumPy.
+LONG_BYTES = 4 * 128
 
 
 class TokenPrefix(msgspec.Struct, eq=False, gc=False):
@@ -70,9 +74,17 @@ def find_outside_id(ids: bytes, vocab_size: int) -> int | None:
     Args:
         vocab_size: 0 where it is not known, and only negative ids are outside.
     """
-    import numpy as np  # engine processes may lack it, where their cores need none
-
-    values, most = np.frombuffer(ids, "<u4"), vocab_size or 2**31  # where negative ids are large
-    if not len(values) or np.maximum.reduce(values) < most:
+    most = vocab_size or 2**31  # where negative ids are large
+    if _find_largest(ids) < most:
         return None
-    return int((values >= most).argmax())
+    return next(at for at, token in enumerate(memoryview(ids).cast("I")) if token >= most)
+
+
+def _find_largest(ids: bytes) -> int:
+    """The largest of packed ids, negative ones taken for large; 0 of none."""
+    if len(ids) > LONG_BYTES:
+        with suppress(ImportError):  # engine processes may lack it
+            import numpy as np
+
+            return int(np.maximum.reduce(np.frombuffer(ids, "<u4")))
+    return max(memoryview(ids).cast("I"), default=0)

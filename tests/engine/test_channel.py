@@ -23,9 +23,9 @@ from rollout.engine.channel.messages import (
     ChannelSettings,
     ClientExpectations,
     LoadReport,
+    LoadWeights,
     Submit,
 )
-from rollout.engine.channel.operations import LoadWeights
 from rollout.engine.channel.server import EngineServer
 from rollout.engine.core import Chunk, EngineLoad, GenerationRequest, SamplingParams
 from rollout.engine.weights import DiskWeights
@@ -435,7 +435,7 @@ async def test_tokens_wait_no_longer_than_the_interval_for_others() -> None:
 async def test_further_facts_of_tokens_arrive_joined() -> None:
     class Telling(CountingCore):
         async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
-            k = request.top_log_probs
+            k = request.sampling.top_log_probs
             for offset in range(2):
                 yield Chunk(
                     request_id=request.request_id,

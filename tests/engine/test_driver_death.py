@@ -181,7 +181,7 @@ def test_driver_dies_before_it_says_what_to_run_the_child_ends(tmp_path: Path) -
     """A fork of the driver holds the pipe: the child sees that its parent has changed."""
     program = (
         "import os, signal, subprocess\n"
-        "from rollout.engine.placement.local_process import child_command\n"
+        "from rollout.engine.placement.engine_process import child_command\n"
         "command = child_command(None)\n"
         "child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)\n"
         "os.fork() or signal.pause()\n"

@@ -25,7 +25,7 @@ from rollout.config import (
 from rollout.engine.core import EngineInfo
 from rollout.engine.cores.simulated import simulated_core as simulated
 from rollout.engine.cores.simulated.simulated_core import SimulatedCore
-from rollout.engine.model_identity import end_ids, model_fingerprint
+from rollout.engine.model_files import end_ids, model_fingerprint
 from rollout.errors import EngineError
 from rollout.testing import Scenario, simulated_tokenizer
 

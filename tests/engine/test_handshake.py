@@ -209,7 +209,7 @@ async def test_handshake_other_protocol_version_names_both() -> None:
         await frames.flush()
 
     _, error = await shake(older, connect())
-    assert str(error) == "the engine speaks protocol version 3; this driver 4"
+    assert str(error) == "the engine speaks protocol version 3; this driver 5"
 
 
 async def test_handshake_client_sends_something_else_first_is_refused() -> None:

@@ -22,7 +22,7 @@ from rollout.engine.core import SamplingParams, pack_ids
 from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
 from rollout.engine.weight_broadcasting import describe_tensors, receive_weights, send_weights
-from rollout.engine.weight_staging import PREFIX, stage
+from rollout.engine.weights import PREFIX, stage
 from rollout.errors import EngineError
 
 pytestmark = pytest.mark.process

@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from rollout.engine.core import SamplingParams
-from rollout.engine.placement.local_process import LastOutput, LocalProcess
+from rollout.engine.placement.engine_process import LastOutput
+from rollout.engine.placement.local_process import LocalProcess
 from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool

@@ -201,6 +201,17 @@ async def test_generate_id_outside_the_vocabulary_does_not_leave_the_driver(
     )
 
 
+async def test_generate_sampling_of_a_wrong_type_does_not_leave_the_driver(
+    cores: list[Any],
+) -> None:
+    sampling = SamplingParams(max_new_tokens=1, temperature="hot")  # type: ignore[arg-type]
+    async with pool_of().serving() as pool:
+        with pytest.raises(EngineError, match="temperature = 'hot': expected `float`"):
+            await pool.generate(
+                Generation(), session_id="s", prompt_ids=bytes(4), sampling=sampling
+            )
+
+
 async def test_policy_fail_replica_dies_its_request_fails_and_it_is_started_again(
     cores: list[Any],
 ) -> None:
@@ -262,6 +273,7 @@ FAULTS = {
     "repeated": ([0, 1, 1, 2], [2, 3, 4]),
     "missing for a while": ([0, 2], [2, 2, 2]),
     "missing each time": ([1], "sent a faulty chunk: tokens 0 to 1 are missing"),
+    "cut each time": ([0], "sent a faulty chunk: 3 bytes of ids with 3 bytes of log-probs"),
 }
 
 
@@ -270,14 +282,15 @@ async def test_faulty_answers_are_counted_or_refused(
     kind: str, cores: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offsets, expected = FAULTS[kind]
+    size = 3 if kind == "cut each time" else 4
 
     async def generate(self: Any, request: GenerationRequest) -> AsyncIterator[Chunk]:
         for offset in offsets:
             yield Chunk(
                 request_id=request.request_id,
                 offset=offset,
-                ids=array("i", [2 + offset]).tobytes(),
-                log_probs=array("f", [0.0]).tobytes(),
+                ids=array("i", [2 + offset]).tobytes()[:size],
+                log_probs=array("f", [0.0]).tobytes()[:size],
             )
         yield Chunk(request_id=request.request_id, offset=offsets[-1] + 1, finish_reason="stop")
 

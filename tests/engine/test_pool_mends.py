@@ -21,8 +21,8 @@ from rollout.engine.channel.child import ChildSpec
 from rollout.engine.channel.framing import FrameStream
 from rollout.engine.core import Chunk, EngineBroken, SamplingParams
 from rollout.engine.placement import ray as ray_placement
+from rollout.engine.placement.engine_process import encode_spec
 from rollout.engine.placement.in_process import InProcess
-from rollout.engine.placement.local_process import encode_spec
 from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
@@ -205,21 +205,21 @@ def test_generation_takes_many_chunks_in_time_that_grows_with_their_number() -> 
 def test_gpu_slots_of_workers_with_one_gpu_each_make_replicas_of_several(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from rollout.engine.placement import gpu_slots
+    from rollout.engine.placement import ray_cluster
 
     ray = SimpleNamespace(get=list)
-    monkeypatch.setattr(gpu_slots, "import_ray", lambda: ray)
+    monkeypatch.setattr(ray_cluster, "import_ray", lambda: ray)
     places = ["a:0", "a:1", "b:0", "b:1"]
     workers = [
         SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda _, place=place: place))
         for place in places
     ]
-    assert gpu_slots.gpu_slots_of(workers) == tuple(places)
-    assert gpu_slots.gpu_slots_of(workers, gpus_per_replica=2) == ("a:0,1", "b:0,1")
+    assert ray_cluster.gpu_slots_of(workers) == tuple(places)
+    assert ray_cluster.gpu_slots_of(workers, gpus_per_replica=2) == ("a:0,1", "b:0,1")
     with pytest.raises(EngineError, match="4 workers; expected a multiple of"):
-        gpu_slots.gpu_slots_of(workers, gpus_per_replica=3)
+        ray_cluster.gpu_slots_of(workers, gpus_per_replica=3)
     with pytest.raises(EngineError, match="several machines"):
-        gpu_slots.gpu_slots_of([*workers[1:3], *workers[:2]], gpus_per_replica=2)
+        ray_cluster.gpu_slots_of([*workers[1:3], *workers[:2]], gpus_per_replica=2)
 
 
 def test_stage_leaves_weights_of_another_container_alone(
@@ -227,7 +227,7 @@ def test_stage_leaves_weights_of_another_container_alone(
 ) -> None:
     import torch
 
-    from rollout.engine.weight_staging import stage
+    from rollout.engine.weights import stage
 
     weights = TensorWeights({"a": torch.zeros(2)}, directory=str(tmp_path))
     real = os.stat

@@ -389,15 +389,15 @@ async def test_aclose_ends_every_request_with_what_it_was_sent() -> None:
         ),
         (
             ask(array("i", [1, 259]).tobytes()),
-            "token id 259 at position 1 of the prompt is outside the vocabulary of 259",
+            "token id 259 at position 1 is outside the engine's vocabulary of 259 ids",
         ),
         (
             ask(array("i", [1, 2, -1]).tobytes()),
-            "token id -1 at position 2 of the prompt is outside the vocabulary of 259",
+            "token id -1 at position 2 is outside the engine's vocabulary of 259 ids",
         ),
         (
             ask(array("i", [1 << 20]).tobytes()),
-            "token id 1048576 at position 0 of the prompt is outside the vocabulary of 259",
+            "token id 1048576 at position 0 is outside the engine's vocabulary of 259 ids",
         ),
     ],
 )
@@ -925,23 +925,19 @@ def test_scenario_builder_leaves_the_one_before_alone() -> None:
     [
         (
             lambda: Scenario().timing(basee_s=1),
-            "Scenario.timing.basee_s: unknown key; did you mean 'base_s'? "
-            "known: base_s, slope_s, prefill_tokens_per_s, load_weights_s",
+            "Scenario.timing.basee_s: unknown key; did you mean 'base_s'?",
         ),
         (
             lambda: SimulatedCore(fault={}),
-            "engine.scenario.fault: unknown key; did you mean 'faults'? known: seed, rules, "
-            "timing, capacity, kv, faults, experts, stream_interval, weight_version, modalities",
+            "engine.scenario.fault: unknown key; did you mean 'faults'?",
         ),
         (
             lambda: SimulatedCore(rules=[{"when": "a"}, {"repleis": [["x"]]}]),
-            "engine.scenario.rules[1].repleis: unknown key; did you mean 'replies'? "
-            "known: when, turn, replies, filler, finish",
+            "engine.scenario.rules[1].repleis: unknown key; did you mean 'replies'?",
         ),
         (
             lambda: Scenario().reply("", "x", filler={"medain": 3}),
-            "Scenario.rules[0].filler.medain: unknown key; did you mean 'median'? "
-            "known: median, sigma, max",
+            "Scenario.rules[0].filler.medain: unknown key; did you mean 'median'?",
         ),
         (
             lambda: Scenario().timing(base_s="fast"),
@@ -968,15 +964,6 @@ def test_scenario_fault_names_the_place_and_the_nearest_key(build: Any, text: st
         build()
     assert str(caught.value) == text
     assert caught.value.faults == (text,)
-
-
-def test_scenario_names_all_unknown_keys_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        Scenario(timing={"bas_s": 1}, kvs={})
-    assert [fault.partition(":")[0] for fault in caught.value.faults] == [
-        "Scenario.timing.bas_s",
-        "Scenario.kvs",
-    ]
 
 
 def test_scenario_then_without_a_reply_is_refused() -> None:

@@ -30,8 +30,7 @@ from rollout.engine.cores.transformers import TransformersCore
 from rollout.engine.cores.transformers import sampling as sampling_module
 from rollout.engine.cores.transformers import transformers_core as core_module
 from rollout.engine.cores.transformers.model import choose_device
-from rollout.engine.model_files import resolve_model
-from rollout.engine.model_identity import model_fingerprint
+from rollout.engine.model_files import model_fingerprint, resolve_model
 from rollout.engine.pool.opening import build_core_spec
 from rollout.errors import EngineError
 from rollout.seeds import RequestIds
@@ -535,12 +534,12 @@ async def test_core_larger_priority_runs_first(tiny: str, gate: Gate) -> None:
         (
             [5, 600],
             {},
-            "token id 600 at position 1 of the prompt is outside the vocabulary of 600",
+            "token id 600 at position 1 is outside the engine's vocabulary of 600 ids",
         ),
         (
             [5, 6, -1],
             {},
-            "token id -1 at position 2 of the prompt is outside the vocabulary of 600",
+            "token id -1 at position 2 is outside the engine's vocabulary of 600 ids",
         ),
         (
             [5] * 64,

@@ -15,15 +15,15 @@ import pytest
 
 import faulty_cores
 from rollout.engine import weight_broadcasting
-from rollout.engine.channel.operations import ReceiveWeights, carry_out
+from rollout.engine.channel.core_hosting import carry_out
+from rollout.engine.channel.messages import ReceiveWeights
 from rollout.engine.cores.base import name_gpu
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.engine.pool.pool import EnginePool
 from rollout.engine.routing import Router
 from rollout.engine.weight_broadcasting import describe_tensors, receive_weights
-from rollout.engine.weight_staging import PREFIX
-from rollout.engine.weights import DiskWeights, DistributedWeights
+from rollout.engine.weights import PREFIX, DiskWeights, DistributedWeights
 from rollout.errors import EngineError
 from rollout.testing import hold_clock
 

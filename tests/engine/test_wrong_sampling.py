@@ -13,7 +13,7 @@ from rollout import AgentContext, AgentLoop, EngineError, Outcome, Prompt, regis
 from rollout.agents.turn import TurnOptions
 from rollout.config import AgentConfig, SchedulingConfig
 from rollout.engine.core import SamplingParams
-from rollout.engine.pool.request_checks import check_sampling
+from rollout.engine.cores.checks import check_sampling
 from rollout.testing import Scenario
 
 pytestmark = pytest.mark.anyio

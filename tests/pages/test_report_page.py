@@ -18,7 +18,7 @@ import observed
 from report_runs import MadeUpRun
 from report_segments import write_segments
 from rollout.config import ObserveConfig
-from rollout.engine.model_tokenizer import load_decoder
+from rollout.engine.model_files import load_decoder
 from rollout.observe import read_events
 from rollout.observe.events import RequestEnded
 from rollout.observe.report.report import write_report

@@ -11,8 +11,8 @@ from rollout.agents.ending import Ending
 from rollout.agents.prompt_sampling import warn_of_truncation
 from rollout.agents.rendering import NO_ROOM_AGAIN, make_length_error
 from rollout.agents.turn_log import make_calls_question
+from rollout.engine.cores.checks import check_sampling
 from rollout.engine.pool.generation import Generation
-from rollout.engine.pool.request_checks import check_sampling
 from rollout.errors import EngineError
 from rollout.observe.events import TurnEnded, TurnStarted
 from rollout.tools import ToolResult

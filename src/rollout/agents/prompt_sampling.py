@@ -10,7 +10,7 @@ import msgspec
 
 from rollout.config import RolloutConfig, SamplingConfig
 from rollout.engine.core import EngineInfo, SamplingParams
-from rollout.engine.pool.request_checks import check_sampling
+from rollout.engine.cores.checks import check_sampling
 from rollout.errors import AgentError, ConfigError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from rollout.chat.encoding import TooManyTokens
 from rollout.chat.messages import as_messages
 from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.result_order import message_ids, order_messages
-from rollout.engine.pool.request_checks import describe_outside_id
+from rollout.engine.cores.checks import describe_outside_id
 from rollout.errors import AgentError, LimitExceeded, MediaError, TemplateError
 from rollout.media.records import find_shown
 from rollout.types import Message, Outcome

@@ -24,7 +24,7 @@ from rollout.batch.records import (
 from rollout.chat.messages import Messages
 from rollout.chat.trajectory_codec import collect_contents, list_trajectory_media, restore_media
 from rollout.disk_room import unwritable
-from rollout.engine.model_tokenizer import load_decoder
+from rollout.engine.model_files import load_decoder
 from rollout.errors import RolloutError
 from rollout.media.records import KnownContents
 from rollout.plurals import count

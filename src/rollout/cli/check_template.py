@@ -69,7 +69,7 @@ def check_template(
 
 def _loaded(model: str, *, revision: str | None, **options: Any) -> ChatTemplate:
     if model == SIMULATED_MODEL:
-        from rollout.engine.cores.simulated.tokenizer import simulated_tokenizer
+        from rollout.engine.cores.simulated.vocabulary import simulated_tokenizer
 
         return with_template(
             simulated_tokenizer(), chat_template_path=options["chat_template_path"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.cli.wrapping import print_line
-from rollout.engine.model_tokenizer import load_decoder
+from rollout.engine.model_files import load_decoder
 from rollout.errors import ConfigError, RolloutError
 from rollout.observe.event_file import EVENTS, read_events
 from rollout.observe.events import RunStarted

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         SamplingParams,
     )
     from rollout.engine.cores.base import BaseCore
-    from rollout.engine.placement.gpu_slots import gpu_slots_of
+    from rollout.engine.placement.ray_cluster import gpu_slots_of
     from rollout.engine.pool.opening import open_engines
     from rollout.engine.routing import Router
     from rollout.engine.weights import DiskWeights, DistributedWeights, TensorWeights
@@ -41,7 +41,7 @@ _HOMES = {
         "SamplingParams",
     ),
     "rollout.engine.pool.opening": ("open_engines",),
-    "rollout.engine.placement.gpu_slots": ("gpu_slots_of",),
+    "rollout.engine.placement.ray_cluster": ("gpu_slots_of",),
     "rollout.engine.routing": ("Router",),
     "rollout.engine.channel.server": ("EngineServer",),
     "rollout.engine.weights": ("DiskWeights", "DistributedWeights", "TensorWeights"),

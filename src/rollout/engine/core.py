@@ -33,6 +33,8 @@ Penalty = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]
 
 #: Seconds a core may take to end its requests when it closes.
 CORE_CLOSE_S = 5.0
+#: The error of an answer that was cut off for an operation and cannot be resumed as it is.
+INTERRUPTED = "interrupted"
 #: What the levels of sleep release.
 TAGS_OF_LEVEL = {1: ("kv_cache",), 2: ("kv_cache", "weights")}
 ALL_TAGS = TAGS_OF_LEVEL[2]
@@ -42,7 +44,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
     """How one request is sampled.
 
     A message with a value that is not of its type ends the connection that it came over, for all
-    who use it; `request_checks.check_sampling` looks before one leaves.
+    who use it; `cores.checks.check_sampling` looks before one leaves.
 
     Attributes:
         temperature: Divides the logits; 0 takes the most likely token.
@@ -77,6 +79,15 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
     frequency_penalty: Penalty = 0.0
     top_log_probs: Natural = 0
 
+    def find_stateful_field(self) -> str:
+        """The first penalty whose state is not in the tokens; "" for none.
+
+        A request that has one, resumed from its tokens, would be sampled by other rules.
+        """
+        if self.presence_penalty:
+            return "presence_penalty"
+        return "frequency_penalty" if self.frequency_penalty else ""
+
 
 class GenerationRequest(msgspec.Struct, kw_only=True, eq=False):
     """Token ids in, sampled token ids out.
@@ -103,11 +114,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True, eq=False):
     routed_experts: bool = False
     routed_experts_start: int = 0
     media: tuple[PlacedMedia, ...] = ()
-
-    @property
-    def top_log_probs(self) -> int:
-        """How many of the most likely tokens are wanted at each position; see `Chunk.top_ids`."""
-        return self.sampling.top_log_probs
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11, gc=False):
@@ -217,6 +223,16 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     def most_at_once(self) -> int:
         """`max_running` if it is known, otherwise `max_requests`."""
         return self.max_running or self.max_requests
+
+    def find_ending(
+        self, sampling: SamplingParams, prompt_tokens: int, tokens: int, last_id: int
+    ) -> FinishReason | None:
+        """How an answer of `tokens` ids ended that was cut off; None where it can continue."""
+        ends = sampling.stop_token_ids + (() if sampling.ignore_eos else self.eos_ids)
+        if tokens and last_id in ends:
+            return "stop"
+        is_full = prompt_tokens + tokens >= self.context_length
+        return "length" if is_full or tokens >= sampling.max_new_tokens else None
 
     def describe_modalities(self) -> str:
         """What prompts may hold, and why a kind is missing, for people."""

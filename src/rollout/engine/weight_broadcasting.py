@@ -9,8 +9,7 @@ from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-from rollout.engine.weight_staging import stage
-from rollout.engine.weights import SHARED, DistributedWeights, TensorWeights
+from rollout.engine.weights import SHARED, DistributedWeights, TensorWeights, stage
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:

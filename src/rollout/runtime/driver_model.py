@@ -15,8 +15,7 @@ from rollout.config import SimulatedEngine
 from rollout.config.sections import SIMULATED_MODEL
 from rollout.engine.channel.messages import ClientExpectations
 from rollout.engine.cores.simulated.vocabulary import FINGERPRINT
-from rollout.engine.model_files import resolve_model
-from rollout.engine.model_identity import end_ids, model_fingerprint
+from rollout.engine.model_files import end_ids, model_fingerprint, resolve_model
 from rollout.engine.pool.model_template import load_model_template
 from rollout.errors import TemplateError
 from rollout.scopes import open_task_group

@@ -12,7 +12,7 @@ import anyio
 import attrs
 
 from rollout.bridge import loop_clock
-from rollout.engine.channel.operations import ALL_TAGS
+from rollout.engine.core import ALL_TAGS
 from rollout.errors import RolloutError
 from rollout.journal.call_log import CallLog
 from rollout.limits import Deadline

@@ -13,8 +13,12 @@ from rollout.lazy import lazy_exports
 if TYPE_CHECKING:
     from rollout.config import SimulatedEngine
     from rollout.engine.cores.simulated.simulated_core import SimulatedCore, SimulatedDeath
-    from rollout.engine.cores.simulated.tokenizer import simulated_tokenizer
-    from rollout.engine.cores.simulated.vocabulary import decode_ids, encode_text, expected_log_prob
+    from rollout.engine.cores.simulated.vocabulary import (
+        decode_ids,
+        encode_text,
+        expected_log_prob,
+        simulated_tokenizer,
+    )
     from rollout.testing.clock import hold_clock
     from rollout.testing.scenario import Scenario, tool_call
     from rollout.testing.schedule import run_virtual, schedule_seed
@@ -25,8 +29,12 @@ _HOMES = {
     "rollout.testing.scenario": ("Scenario", "tool_call"),
     "rollout.testing.schedule": ("run_virtual", "schedule_seed"),
     "rollout.engine.cores.simulated.simulated_core": ("SimulatedCore", "SimulatedDeath"),
-    "rollout.engine.cores.simulated.tokenizer": ("simulated_tokenizer",),
-    "rollout.engine.cores.simulated.vocabulary": ("decode_ids", "encode_text", "expected_log_prob"),
+    "rollout.engine.cores.simulated.vocabulary": (
+        "decode_ids",
+        "encode_text",
+        "expected_log_prob",
+        "simulated_tokenizer",
+    ),
 }
 __all__ = [
     "Scenario",

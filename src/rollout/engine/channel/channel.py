@@ -35,7 +35,7 @@ from rollout.scopes import open_task_group
 if TYPE_CHECKING:
     from anyio.abc import ByteStream
 
-    from rollout.engine.channel.operations import Operation
+    from rollout.engine.channel.messages import Operation
     from rollout.medium import PlacedMedia
 
 logger = logging.getLogger("rollout.engine")
@@ -143,10 +143,13 @@ class Channel:
             self._aborting[request_id] = None
             self._frames.send_nowait(Abort(request_id))
 
-    async def command(self, operation: Operation) -> str:
+    async def command(self, operation: Operation, *, interrupts: bool = False) -> str:
         """Have the engine do something; returns its result when it is done.
 
         Cancellation leaves the engine to finish it.
+
+        Args:
+            interrupts: See `Command`.
 
         Raises:
             EngineError: It could not, and is as it was.
@@ -156,7 +159,7 @@ class Channel:
             number, done, answers = next(self._numbers), anyio.Event(), list[CommandDone]()
             self._commands[number] = done, answers
             try:
-                self._frames.send_nowait(Command(number, operation))
+                self._frames.send_nowait(Command(number, operation, interrupts))
                 await done.wait()
             finally:
                 del self._commands[number]

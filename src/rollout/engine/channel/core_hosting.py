@@ -1,4 +1,4 @@
-"""The core of an engine in the process that hosts it: found, watched, and its failures described.
+"""The core of an engine in the process that hosts it: found, operated and watched.
 
 Loaded in engine processes: imports anyio and msgspec only.
 """
@@ -7,11 +7,22 @@ from __future__ import annotations
 
 import importlib
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
+from anyio import to_thread
 
+from rollout.engine.channel.messages import (
+    DropWeights,
+    FlushCache,
+    LoadWeights,
+    Operation,
+    ReceiveWeights,
+    Sleep,
+    WakeUp,
+)
 from rollout.engine.core import EngineBroken
+from rollout.engine.weights import is_staged, unstage
 from rollout.errors import EngineError
 from rollout.function_refs import importing
 
@@ -35,6 +46,48 @@ def load_core(path: str) -> Callable[..., EngineCore]:
     if core is None:
         raise ImportError(f"module {module_name!r} has no class {class_name!r}")
     return core
+
+
+async def carry_out(core: Any, operation: Operation) -> str:
+    """Have `core` do it; returns the result.
+
+    Raises:
+        EngineError: It cannot; or whatever it raises.
+    """
+    match operation:
+        case LoadWeights(version, source):
+            update = _find_method(core, "update_weights")
+            try:
+                await update(version, source)
+            except (EngineError, EngineBroken, OSError):
+                raise
+            except Exception as error:  # of no kind that says whether the old weights stayed
+                raise EngineBroken(f"{type(error).__name__}: {error}") from error
+        case ReceiveWeights(sent):
+            _find_method(core, "update_weights")
+            from rollout.engine.weight_broadcasting import receive_weights  # torch
+
+            device = core.info.device or "cuda"
+            return await to_thread.run_sync(receive_weights, sent, device, abandon_on_cancel=True)
+        case DropWeights(path):
+            if not is_staged(path):
+                raise EngineError(f"{path} is no directory of received weights")
+            await to_thread.run_sync(unstage, path)
+        case Sleep(level):
+            await _find_method(core, "sleep")(level)
+        case WakeUp(tags):
+            await _find_method(core, "wake_up")(tags)
+        case FlushCache():
+            await _find_method(core, "flush_cache")()
+    return ""
+
+
+def _find_method(core: Any, name: str) -> Any:
+    """A method that a core inherits from `BaseCore`, or may lack."""
+    method = getattr(core, name, None)
+    if method is None:
+        raise EngineError(f"{type(core).__name__} has no method {name}")
+    return method
 
 
 def describe_error(error: BaseException) -> str:

@@ -11,11 +11,11 @@ from typing import Annotated
 
 import msgspec
 
-from rollout.engine.channel.operations import Operation
 from rollout.engine.core import Chunk, EngineInfo, EngineLoad, Natural, SamplingParams
+from rollout.engine.weights import DiskWeights, DistributedWeights
 from rollout.medium import Media
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
@@ -140,11 +140,55 @@ class MediaPart(msgspec.Struct, frozen=True, array_like=True, tag=21, kw_only=Tr
     is_last: bool = False
 
 
+class LoadWeights(msgspec.Struct, frozen=True, array_like=True, tag="load_weights"):
+    """Load other weights; what is sampled from then on has this version."""
+
+    version: int
+    source: DiskWeights
+
+
+class ReceiveWeights(msgspec.Struct, frozen=True, array_like=True, tag="receive_weights"):
+    """Join a broadcast; the result is the directory of what came, or empty."""
+
+    source: DistributedWeights
+
+
+class DropWeights(msgspec.Struct, frozen=True, array_like=True, tag="drop_weights"):
+    """Remove a directory that came of `ReceiveWeights`."""
+
+    path: str
+
+
+class Sleep(msgspec.Struct, frozen=True, array_like=True, tag="sleep"):
+    """Release memory; see `BaseCore.sleep`."""
+
+    level: int
+
+
+class WakeUp(msgspec.Struct, frozen=True, array_like=True, tag="wake_up"):
+    """Take memory back; see `BaseCore.wake_up`."""
+
+    tags: tuple[str, ...]
+
+
+class FlushCache(msgspec.Struct, frozen=True, array_like=True, tag="flush_cache"):
+    """Forget what was computed of earlier requests."""
+
+
+Operation = LoadWeights | ReceiveWeights | DropWeights | Sleep | WakeUp | FlushCache
+
+
 class Command(msgspec.Struct, frozen=True, array_like=True, tag=30):
-    """Do this; a `CommandDone` with the same number answers."""
+    """Do this; a `CommandDone` with the same number answers.
+
+    Attributes:
+        interrupts: The session's requests are cut off first. Once it is done, and the engine is
+            awake, they continue from the tokens that they have.
+    """
 
     number: Natural
     operation: Operation
+    interrupts: bool = False
 
 
 class CommandDone(msgspec.Struct, frozen=True, array_like=True, tag=31):

@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from rollout.engine.channel.core_hosting import carry_out
 from rollout.engine.channel.framing import CONNECTION_ERRORS, FrameStream
 from rollout.engine.channel.handshake import HANDSHAKE_S, authenticate_client, open_frames
 from rollout.engine.channel.media import CACHE_BYTES
-from rollout.engine.channel.messages import ChannelSettings, FromClient, Welcome, client_messages
-from rollout.engine.channel.operations import carry_out
+from rollout.engine.channel.messages import (
+    ChannelSettings,
+    FromClient,
+    Welcome,
+    client_messages,
+)
 from rollout.engine.channel.server_session import ServerSession
 from rollout.engine.channel.sockets import limit_unacknowledged, wrap_tls
 from rollout.errors import EngineError
@@ -25,7 +30,7 @@ if TYPE_CHECKING:
 
     from anyio.abc import ByteStream, Listener, SocketStream
 
-    from rollout.engine.channel.operations import Operation
+    from rollout.engine.channel.messages import Operation
     from rollout.engine.core import EngineCore
 
 logger = logging.getLogger("rollout.engine")

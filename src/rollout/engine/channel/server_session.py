@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import anyio
@@ -26,14 +27,17 @@ from rollout.engine.channel.messages import (
     FromClient,
     LoadReport,
     MediaPart,
+    Sleep,
     Submit,
+    WakeUp,
 )
-from rollout.engine.core import Chunk, GenerationRequest
+from rollout.engine.core import INTERRUPTED, TAGS_OF_LEVEL, Chunk, GenerationRequest
+from rollout.seeds import RequestIds
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from rollout.engine.channel.operations import Operation
+    from rollout.engine.channel.messages import Operation
     from rollout.engine.core import EngineCore
     from rollout.medium import PlacedMedia
 
@@ -43,26 +47,37 @@ logger = logging.getLogger("rollout.engine")
 _PACKED = ("ids", "log_probs", "top_ids", "top_log_probs", "routed_experts")
 
 
+@dataclass(eq=False, slots=True)
 class _ServerRequest:
     """A request of the session, from its arrival to its last chunk.
 
     Attributes:
         deadline: Clock time at which it is aborted.
-        collecting: Scope of its wait for the media of its prompt, while it lasts.
-        is_started: The core has it.
-        is_aborted: It was aborted before the core had it.
+        media: Of its prompt, once they have come.
+        idle: Scope of its wait for media, or for the end of an operation, while it lasts.
+        core_id: Its id at the core; empty while the core does not have it.
+        is_aborted: Its end was asked for.
+        is_interrupted: It was cut off for an operation.
+        ids: Those sampled so far, packed.
+        expert_bytes: Of the routed experts so far.
         waiting: Chunks whose tokens wait for more; each continues the one before it.
     """
 
-    __slots__ = ("collecting", "deadline", "is_aborted", "is_started", "submit", "waiting")
+    submit: Submit
+    deadline: float
+    media: tuple[PlacedMedia, ...] = ()
+    idle: anyio.CancelScope | None = None
+    core_id: str = ""
+    is_aborted: bool = False
+    is_interrupted: bool = False
+    ids: bytearray = field(default_factory=bytearray)
+    expert_bytes: int = 0
+    waiting: list[Chunk] = field(default_factory=list)
 
-    def __init__(self, submit: Submit) -> None:
-        remaining_s = submit.remaining_s
-        self.submit = submit
-        self.deadline = math.inf if remaining_s is None else anyio.current_time() + remaining_s
-        self.collecting: anyio.CancelScope | None = None
-        self.is_started = self.is_aborted = False
-        self.waiting: list[Chunk] = []
+    @property
+    def count(self) -> int:
+        """How many ids there are."""
+        return len(self.ids) // 4
 
 
 class ServerSession:
@@ -86,6 +101,10 @@ class ServerSession:
         self._media = MediaReceiver(frames, media_cache_bytes)
         self._interval = 1 if getattr(core, "is_gathering", False) else settings.stream_interval
         self._has_waiting_tokens = anyio.Event()
+        self._ids = RequestIds()
+        self._interrupting = 0  # operations under way that no request may run beside
+        self._released: frozenset[str] = frozenset()  # memory, by tags: none runs without it
+        self._parked, self._resumed = anyio.Event(), anyio.Event()
 
     async def run(self) -> None:
         """Serve until the connection ends; the core is then rid of the session's requests."""
@@ -109,15 +128,20 @@ class ServerSession:
             session.cancel()
 
     async def _report_load(self) -> None:
-        """Report the load, which is our heartbeat, and abort requests past their deadlines."""
+        """Report the load, which is our heartbeat, and abort requests past their deadlines.
+
+        An abort that an operation waits for is repeated.
+        """
         while True:
             now = anyio.current_time()
             load = msgspec.structs.replace(self._core.load(), measured_at_s=now)
             self._frames.send_nowait(LoadReport(load))
             for request in self._requests.values():
-                if request.deadline <= now:
+                if request.deadline <= now and not self._is_held:
                     request.deadline = math.inf
                     self._abort(request)
+                elif request.is_interrupted and request.core_id:
+                    self._core.abort_nowait(request.core_id)
             await anyio.sleep(self._settings.heartbeat_s)
 
     def _handle(self, message: FromClient, tasks: anyio.abc.TaskGroup) -> None:
@@ -141,27 +165,54 @@ class ServerSession:
         elif size % 4:
             self._fail(request_id, f"{size} bytes of ids; expected packed int32")
         else:
-            request = self._requests[request_id] = _ServerRequest(submit)
+            left_s = math.inf if submit.remaining_s is None else submit.remaining_s
+            deadline = anyio.current_time() + left_s
+            request = self._requests[request_id] = _ServerRequest(submit, deadline)
             self._queue.append(request)
             self._start_worker(tasks)
 
     def _abort(self, request: _ServerRequest) -> None:
         """Ask for the end of a request; it is over when its last chunk has been sent."""
-        if request.is_started:
-            self._core.abort_nowait(request.submit.request_id)
-            return
         request.is_aborted = True
-        if request.collecting is not None:
-            request.collecting.cancel()
+        if request.core_id:
+            self._core.abort_nowait(request.core_id)
+        elif request.idle is not None:
+            request.idle.cancel()
 
     async def _run_command(self, command: Command) -> None:
-        error, fatal, result = "", False, ""
+        operation, error, fatal, result = command.operation, "", False, ""
+        self._interrupting += command.interrupts
         try:
-            result = await self._carry_out(command.operation)
+            if command.interrupts:
+                await self._interrupt_requests()
+            result = await self._carry_out(operation)
+            if isinstance(operation, Sleep):
+                self._released |= frozenset(TAGS_OF_LEVEL[operation.level])
         except Exception as failure:
-            logger.exception("%s failed", command.operation)
+            logger.exception("%s failed", operation)
             error, fatal = describe_error(failure), is_fatal(failure)
+        if isinstance(operation, WakeUp):  # where that failed, the core refuses its requests
+            self._released -= frozenset(operation.tags)
+        self._interrupting -= command.interrupts
+        if not self._is_held:
+            self._resumed.set()
+            self._resumed = anyio.Event()
         self._frames.send_nowait(CommandDone(command.number, error, fatal, result))
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether no request of the session may run."""
+        return self._interrupting > 0 or bool(self._released)
+
+    async def _interrupt_requests(self) -> None:
+        """Cut off the session's requests; returns when the core has none of them."""
+        for request in self._requests.values():
+            if request.core_id:
+                request.is_interrupted = True
+                self._core.abort_nowait(request.core_id)
+        while any(request.core_id for request in self._requests.values()):
+            self._parked = anyio.Event()
+            await self._parked.wait()
 
     def _start_worker(self, tasks: anyio.abc.TaskGroup) -> None:
         if not self._is_worker_due:
@@ -181,27 +232,19 @@ class ServerSession:
             await self._serve_request(request)
 
     async def _serve_request(self, request: _ServerRequest) -> None:
-        submit = request.submit
+        """Have the core answer it; again, from its tokens, where it was cut off meanwhile."""
+        submit, is_over = request.submit, False
         try:
-            media: tuple[PlacedMedia, ...] = ()
-            if submit.media and not request.is_aborted:
-                with anyio.CancelScope() as request.collecting:
-                    media = await self._media.collect(submit.request_id, submit.media)
-            if request.is_aborted:
-                self._send(Chunk(request_id=submit.request_id, finish_reason="abort"))
-                return
-            request.is_started = True
-            wanted = GenerationRequest(
-                request_id=submit.request_id,
-                prompt_ids=submit.ids,
-                sampling=submit.sampling,
-                session_id=submit.session_id,
-                priority=submit.priority,
-                routed_experts=submit.routed_experts,
-                routed_experts_start=submit.routed_experts_start,
-                media=media,
-            )
-            await self._generate(request, wanted)
+            while not is_over:
+                if (submit.media or self._is_held) and not request.is_aborted:
+                    with anyio.CancelScope() as request.idle:
+                        await self._wait_to_run(request)
+                    request.idle = None
+                if request.is_aborted:
+                    rid, count = submit.request_id, request.count
+                    self._send(Chunk(request_id=rid, offset=count, finish_reason="abort"))
+                    return
+                is_over = await self._generate(request)
         except Exception as error:
             logger.exception("the core failed on request %s", submit.request_id)
             self._flush(request)
@@ -209,15 +252,51 @@ class ServerSession:
         finally:
             del self._requests[submit.request_id]
 
-    async def _generate(self, request: _ServerRequest, wanted: GenerationRequest) -> None:
+    async def _wait_to_run(self, request: _ServerRequest) -> None:
+        """Return when its media have come, and no operation holds it; that time does not count."""
+        submit = request.submit
+        if submit.media and not request.media:
+            request.media = await self._media.collect(submit.request_id, submit.media)
+        began = anyio.current_time()
+        while self._is_held:
+            await self._resumed.wait()
+        request.deadline += anyio.current_time() - began
+
+    def _build_request(self, request: _ServerRequest) -> GenerationRequest:
+        """What is left of it to be generated, under an id that the core does not know."""
+        submit, sampling, count = request.submit, request.submit.sampling, request.count
+        start = submit.routed_experts_start
+        if count:
+            sampling = msgspec.structs.replace(
+                sampling, max_new_tokens=sampling.max_new_tokens - count
+            )
+        if request.expert_bytes:
+            layers, top_k = self._core.info.capabilities.expert_shape or (1, 1)
+            start += request.expert_bytes // (2 * layers * top_k)
+        return GenerationRequest(
+            request_id=self._ids.new() if request.is_interrupted else submit.request_id,
+            prompt_ids=submit.ids + request.ids,
+            sampling=sampling,
+            session_id=submit.session_id,
+            priority=submit.priority,
+            routed_experts=submit.routed_experts,
+            routed_experts_start=start,
+            media=request.media,
+        )
+
+    async def _generate(self, request: _ServerRequest) -> bool:
+        """Have the core answer; False where the request was cut off, and is to continue."""
+        wanted, start = self._build_request(request), request.count
+        request.core_id, request.is_interrupted = wanted.request_id, False
         chunks = self._core.generate(wanted)
         is_over = False
         try:
-            async for chunk in chunks:
+            async for answer in chunks:
+                is_over = answer.finish_reason is not None
+                chunk = self._adopt(request, answer, start)
                 self._deliver(request, chunk)
-                is_over = chunk.finish_reason is not None
                 if is_over:
-                    return
+                    return chunk.finish_reason is not None
                 await self._frames.wait_for_room()
         finally:
             # Closing it aborts the request; an iterator need not be a generator.
@@ -226,14 +305,41 @@ class ServerSession:
                 await close()
             elif not is_over:
                 self._core.abort_nowait(wanted.request_id)
+            request.core_id = ""
+            self._parked.set()
         self._flush(request)
-        self._fail(wanted.request_id, "the engine ended its answer without saying why")
+        self._fail(request.submit.request_id, "the engine ended its answer without saying why")
+        return True
+
+    def _adopt(self, request: _ServerRequest, chunk: Chunk, start: int) -> Chunk:
+        """A chunk of the core's as one of the request, `start` ids of which came before."""
+        if chunk.request_id != request.core_id:
+            raise ValueError(f"the engine answered for request {chunk.request_id!r}")
+        submit = request.submit
+        if request.core_id != submit.request_id:
+            chunk = msgspec.structs.replace(
+                chunk,
+                request_id=submit.request_id,
+                offset=start + chunk.offset,
+                cached_tokens=min(chunk.cached_tokens, len(submit.ids) // 4),
+            )
+        if chunk.offset == request.count:
+            request.ids += chunk.ids
+            request.expert_bytes += len(chunk.routed_experts)
+        is_cut_off = request.is_interrupted and not request.is_aborted
+        if not is_cut_off or chunk.finish_reason != "abort":
+            return chunk
+        if submit.sampling.find_stateful_field():
+            return msgspec.structs.replace(chunk, error=INTERRUPTED)
+        last_id = int.from_bytes(request.ids[-4:], "little")
+        reason = self._core.info.find_ending(
+            submit.sampling, len(submit.ids) // 4, request.count, last_id
+        )
+        return msgspec.structs.replace(chunk, finish_reason=reason)
 
     # Chunks are coalesced: tokens wait until there are enough of them, or for long enough.
 
     def _deliver(self, request: _ServerRequest, chunk: Chunk) -> None:
-        if chunk.request_id != request.submit.request_id:
-            raise ValueError(f"the engine answered for request {chunk.request_id!r}")
         waiting = request.waiting
         if waiting and not _continues(waiting[-1], chunk):
             self._flush(request)

@@ -14,7 +14,6 @@ import anyio
 from rollout.engine.core import Chunk, EngineInfo, FinishReason, GenerationRequest
 from rollout.engine.cores.checks import find_request_fault
 from rollout.errors import EngineError
-from rollout.token_prefix import find_outside_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -150,7 +149,7 @@ class BaseCore(Generic[Request]):
             # Another engine, or the next one in this place, serves what a lost one refuses.
             is_served_elsewhere = self._lost.is_set() and not self._is_closed
             return _answer(request, "rejected" if is_served_elsewhere else "error", self._failure)
-        fault = find_request_fault(request, self.info, self._find_outside_id)
+        fault = find_request_fault(request, self.info)
         fault = fault or self._find_fault(request)
         if not fault and request.request_id in self._open:
             fault = f"request id {request.request_id!r} is in use"
@@ -169,9 +168,6 @@ class BaseCore(Generic[Request]):
         waiting, limit = count - info.max_running, info.max_requests - info.max_running
         full = f"engine queue is full: {waiting} waiting, limit {limit}"
         return full if count >= info.max_requests else ""
-
-    #: Position of the first id of a packed prompt outside a vocabulary of a size, or None.
-    _find_outside_id = staticmethod(find_outside_id)
 
     def _lose(self, reason: str) -> None:
         """No answer comes after this: end the requests that wait for one, and `watch`."""

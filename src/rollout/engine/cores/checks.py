@@ -1,45 +1,99 @@
-"""What makes a request, or an answer, unusable, found before it is used. No torch here."""
+"""What makes a request, or an answer, unusable, found before it is used. No torch here.
+
+An id outside the vocabulary can kill an engine, and a trainer. A sampling field of another type
+ends the connection to the engine for all requests on it; agents may assign what they like.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
 
+from rollout.engine.core import SamplingParams
 from rollout.errors import EngineError
-from rollout.token_prefix import find_outside_id
+from rollout.token_prefix import TokenPrefix, find_outside_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from rollout.engine.core import Capabilities, EngineInfo, GenerationRequest, SamplingParams
+    from rollout.engine.core import Capabilities, EngineInfo, GenerationRequest
 
 #: Of a sampled token: finite as float32, and not above 0 by more than rounding.
 LogProb = Annotated[float, msgspec.Meta(ge=-1e30, le=1e-3)]
 _Shape = TypeVar("_Shape")
+_ENCODER = msgspec.msgpack.Encoder()
+#: As the engine's side reads it.
+_DECODER = msgspec.msgpack.Decoder(SamplingParams)
 
 
-def find_request_fault(
-    request: GenerationRequest,
-    info: EngineInfo,
-    find_outside_id: Callable[[bytes, int], int | None] = find_outside_id,
-) -> str:
+def check_ids(prompt: bytes | TokenPrefix, vocab_size: int) -> None:
+    """Check the ids of a prompt; of a prefix, only those that were not checked before."""
+    if not isinstance(prompt, TokenPrefix):
+        fault = describe_outside_id(prompt, vocab_size)
+    else:
+        packed = prompt.packed(prompt.checked)
+        fault = describe_outside_id(packed, vocab_size, prompt.checked)
+        if not fault:
+            prompt.checked = prompt.length
+    if fault:
+        raise EngineError(fault)
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Check that an engine can read these."""
+    try:
+        _DECODER.decode(_ENCODER.encode(sampling))
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        fault = _describe_sampling_fault(sampling) or f"sampling: {error}"
+        raise EngineError(fault, reason="sampling") from None
+
+
+def _describe_sampling_fault(sampling: Any) -> str:
+    """Describe which field is wrong, its value and what was expected; empty where none is."""
+    if not isinstance(sampling, SamplingParams):
+        return f"sampling = {sampling!r:.80}: expected SamplingParams"
+    for name, kind in get_type_hints(SamplingParams, include_extras=True).items():
+        value = getattr(sampling, name)
+        try:
+            msgspec.convert(value, kind)
+        except msgspec.ValidationError as error:
+            expected = str(error).replace("Expected", "expected", 1)
+            return f"sampling.{name} = {value!r:.80}: {expected}"
+    return ""
+
+
+def find_request_fault(request: GenerationRequest, info: EngineInfo) -> str:
     """Why the engine cannot serve `request`, with value and expectation; empty where it can."""
     if request.routed_experts and info.capabilities.expert_shape is None:
         return (
             "routed_experts: this engine tells none; SGLang does with engine.routed_experts = true"
         )
     return (
-        _find_prompt_fault(request.prompt_ids, info, find_outside_id)
+        _find_prompt_fault(request.prompt_ids, info)
         or info.media_fault(each.medium.kind for each in request.media)
         or _find_sampling_fault(request.sampling, info.vocab_size, info.capabilities)
     )
 
 
-def _find_prompt_fault(
-    prompt_ids: bytes, info: EngineInfo, find_outside_id: Callable[[bytes, int], int | None]
-) -> str:
+def describe_outside_id(ids: bytes, vocab_size: int, start: int = 0) -> str:
+    """Describe the first id that is not of the vocabulary; empty where all are.
+
+    Args:
+        ids: Packed int32.
+        vocab_size: Of the engine; 0 where it is not known, and only negative ids are outside.
+        start: Position of the first id.
+    """
+    at = find_outside_id(ids, vocab_size)
+    if at is None:
+        return ""
+    token = int.from_bytes(ids[4 * at : 4 * at + 4], "little", signed=True)
+    of = f" of {vocab_size} ids" if vocab_size else ""
+    return f"token id {token} at position {start + at} is outside the engine's vocabulary{of}"
+
+
+def _find_prompt_fault(prompt_ids: bytes, info: EngineInfo) -> str:
     if len(prompt_ids) % 4:
         return f"prompt_ids has {len(prompt_ids)} bytes; expected packed int32"
     count = len(prompt_ids) // 4
@@ -50,14 +104,7 @@ def _find_prompt_fault(
             f"the prompt has {count} tokens; expected at most {info.context_length - 1}, "
             f"since it and a new token must fit into a context of {info.context_length}"
         )
-    at = find_outside_id(prompt_ids, info.vocab_size) if info.vocab_size else None
-    if at is None:
-        return ""
-    token = int.from_bytes(prompt_ids[4 * at : 4 * at + 4], "little", signed=True)
-    return (
-        f"token id {token} at position {at} of the prompt is outside the vocabulary of "
-        f"{info.vocab_size}"
-    )
+    return describe_outside_id(prompt_ids, info.vocab_size)
 
 
 def _find_sampling_fault(sampling: SamplingParams, vocab_size: int, able: Capabilities) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import secrets
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -20,27 +21,24 @@ import msgspec
 from rollout.bridge import wait_future
 from rollout.engine.channel.child import ChildReady
 from rollout.engine.channel.sockets import connect_engine
-from rollout.engine.placement.gpu_slots import GpuSlot
-from rollout.engine.placement.local_process import encode_spec
+from rollout.engine.placement.engine_process import EngineProcess, encode_spec
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.engine.placement.ray_cluster import (
     CLOSE_S,
     NAMESPACE,
+    GpuSlot,
     RayCalls,
     find_address,
     find_gpu_ids,
     import_ray,
     join_cluster,
 )
-from rollout.engine.placement.ray_host import EngineHost
 from rollout.errors import EngineError
 from rollout.limits import cleanup_scope
 from rollout.scopes import open_task_group, unwrap_group
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
-
-    from anyio.abc import ByteStream
 
 logger = logging.getLogger("rollout.engine")
 
@@ -111,10 +109,7 @@ class RayActors:
                 logger.info("%s serves on %s:%d (Ray node %s)", name, host, port, node)
                 for actor in actors:
                     tasks.start_soon(self._watch, actor, died)
-
-                async def connect() -> ByteStream:
-                    return await connect_engine(host, port, spec.tls)
-
+                connect = partial(connect_engine, host, port, spec.tls)
                 is_here = host == LOOPBACK and self._machines == 1
                 yield ReplicaHandle(connect, secret, died, self._machines, is_here, node)
             finally:
@@ -196,7 +191,7 @@ class RayActors:
             )
             kinds = ("CPU", "GPU")
             amounts = {f"num_{kind.lower()}s": self._resources.get(kind, 0) for kind in kinds}
-        host = self._ray.remote(EngineHost).options(
+        host = self._ray.remote(EngineProcess).options(
             **amounts,
             scheduling_strategy=strategy,
             name=f"{self._run}/{name}/{secrets.token_hex(2)}",

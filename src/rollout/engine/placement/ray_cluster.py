@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import attrs
 
 from rollout.bridge import wait_future
 from rollout.errors import EngineError
@@ -17,7 +18,7 @@ from rollout.lazy import importing
 from rollout.limits import cleanup_scope
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
 
 #: Our actors are named within it: ``<run>/engine-0``.
 NAMESPACE = "rollout"
@@ -107,3 +108,50 @@ def find_address(_: object) -> str:
 def find_gpu_ids(_: object) -> str:
     """The GPUs that Ray gave to the actor that this runs in; empty where it gave none."""
     return ",".join(sorted(map(str, import_ray().get_gpu_ids()), key=lambda gpu: (len(gpu), gpu)))
+
+
+@attrs.frozen
+class GpuSlot:
+    """GPUs that another placement holds already: `placement.colocate` names one per replica."""
+
+    node: str
+    gpu_ids: str
+
+    @classmethod
+    def parse(cls, text: str) -> GpuSlot:
+        """From ``node:0,1``; the node by its Ray id or its address."""
+        node, _, gpu_ids = text.rpartition(":")
+        return cls(node, gpu_ids)
+
+
+def gpu_slots_of(workers: Sequence[Any], gpus_per_replica: int = 1) -> tuple[str, ...]:
+    """The GPUs of a trainer's workers, for `RayPlacement(colocate=...)`, in their order.
+
+    Args:
+        workers: Handles of Ray actors with one GPU each. Blocks until each has answered.
+        gpus_per_replica: So many workers next to each other make the GPUs of one replica, or of
+            its part on one machine: `engine.tensor_parallel`, as a rule.
+
+    Raises:
+        EngineError: The workers do not divide into replicas, or a replica's are on several
+            machines.
+    """
+    if len(workers) % gpus_per_replica:
+        raise EngineError(
+            f"{len(workers)} workers; expected a multiple of gpus_per_replica = {gpus_per_replica}"
+        )
+    ray = import_ray()
+
+    def locate(worker: object) -> str:
+        return f"{ray.get_runtime_context().get_node_id()}:{find_gpu_ids(worker)}"
+
+    texts = ray.get([worker.__ray_call__.remote(locate) for worker in workers])
+    slots = [GpuSlot.parse(text) for text in texts]
+    found = []
+    for start in range(0, len(slots), gpus_per_replica):
+        parts = slots[start : start + gpus_per_replica]
+        if len({part.node for part in parts}) > 1:
+            last = start + gpus_per_replica - 1
+            raise EngineError(f"workers {start} to {last} are on several machines; expected one")
+        found.append(f"{parts[0].node}:{','.join(part.gpu_ids for part in parts)}")
+    return tuple(found)

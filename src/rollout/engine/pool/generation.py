@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout.engine.channel.messages import Submit
-from rollout.engine.pool.request_checks import describe_outside_id
+from rollout.engine.cores.checks import describe_outside_id
 from rollout.errors import EngineError
 from rollout.observe.explanation import Wait
 from rollout.token_prefix import find_outside_id
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout.engine")
 
-#: Fields of the sampling whose state is not in the tokens: a request that resumes elsewhere would
-#: be sampled by other rules than before.
-STATEFUL_SAMPLING = ("presence_penalty", "frequency_penalty")
 #: The engine does not say which of the two it is.
 NO_TOKEN = "no token so far: in its queue, or being prefilled"
 
@@ -394,7 +391,7 @@ class Generation:
             counts.late += tokens
             return True
         try:
-            if find_outside_id(chunk.ids, self.info.vocab_size) is not None:
+            if find_outside_id(chunk.ids[: 4 * tokens], self.info.vocab_size) is not None:
                 raise ChunkFault(describe_outside_id(chunk.ids, self.info.vocab_size))
             count = self.append(chunk)
         except ChunkFault as error:
@@ -467,23 +464,6 @@ class Generation:
 
     # What becomes of it.
 
-    def interrupt(self) -> None:
-        """It is cut off by the driver, and resumes later from the tokens that it has."""
-        self.is_interrupted = True
-
-    def may_be_held(self) -> bool:
-        """Whether one that was cut off may be sent to the same replica again, as it is."""
-        is_cut_off = self.is_interrupted and self.finish_reason == "abort"
-        is_left = self.is_malformed or self.is_cancelled or self.is_abandoned
-        is_carried = self.clock.carried_since is not None
-        if not is_cut_off or is_left or is_carried or self.find_stateful_field():
-            return False
-        self.finish_reason = None
-        if self.is_complete():
-            return False
-        self.finish_reason = "abort"  # until it is sent again
-        return True
-
     def fail(self, message: str, *, reason: str | None = None) -> EngineError:
         """The error that ends it; the generation keeps its tokens."""
         self.finish_reason = "error"
@@ -491,13 +471,10 @@ class Generation:
 
     def is_complete(self) -> bool:
         """Whether the tokens are a whole answer, whose end the engine had not told yet."""
-        ends = self.sampling.stop_token_ids
-        if not self.sampling.ignore_eos:
-            ends += self.info.eos_ids
-        if self.count and self.ids[-1] in ends:
-            self.finish_reason = "stop"
-        elif self.tokens_left <= 0 or self.prompt_tokens >= self.info.context_length:
-            self.finish_reason = "length"
+        count = self.count
+        self.finish_reason = self.info.find_ending(
+            self.sampling, self.prompt_tokens - count, count, self.ids[-1] if count else 0
+        )
         return self.finish_reason is not None
 
     def count_losses(self) -> tuple[int, int]:
@@ -505,10 +482,6 @@ class Generation:
         lost = sum(loss.is_process_lost for loss in self.losses)
         excused = sum(loss.is_excused for loss in self.losses)
         return lost, len(self.losses) - lost - excused
-
-    def find_stateful_field(self) -> str:
-        """The first field of the sampling whose state the tokens do not carry; "" for none."""
-        return next((name for name in STATEFUL_SAMPLING if getattr(self.sampling, name)), "")
 
     def pause(self) -> None:
         """Stop its trajectory's time; harmless when called again."""

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from rollout.engine.channel.operations import ALL_TAGS, TAGS_OF_LEVEL, FlushCache, Sleep, WakeUp
+from rollout.engine.channel.messages import FlushCache, Sleep, WakeUp
+from rollout.engine.core import ALL_TAGS, TAGS_OF_LEVEL
 from rollout.errors import ChannelError, EngineError
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class MemoryManager:
             try:
                 await self._do_on_each(_wake_all)
             finally:
-                await self._resume_requests()
+                self._resume_requests()
             raise
 
     async def wake_up(self, tags: Iterable[str]) -> None:
@@ -71,7 +72,7 @@ class MemoryManager:
                 await self._do_on_each(partial(_wake, woken))
         finally:
             if not self._released:
-                await self._resume_requests()
+                self._resume_requests()
 
     async def flush_cache(self) -> None:
         """Have every replica forget what it computed of earlier requests."""
@@ -88,13 +89,10 @@ class MemoryManager:
                 await replica.command(channel, Sleep(2 if "weights" in wanted else 1))
             replica.released = wanted
 
-    async def _resume_requests(self) -> None:
+    def _resume_requests(self) -> None:
         if self._requests.is_admission_blocked:
             self._requests.is_admission_blocked = False
             self._requests.resume_deadlines()
-        async with anyio.create_task_group() as tasks:
-            for replica in self._replicas:
-                tasks.start_soon(self._requests.resume_held, replica)
         self._requests.queue.call_next()
 
     async def _do_on_each(self, work: Callable[[Replica, Channel], Awaitable[object]]) -> None:
@@ -124,8 +122,7 @@ class MemoryManager:
 
 
 async def _sleep(level: int, replica: Replica, channel: Channel) -> None:
-    await replica.interrupt_requests()
-    await replica.command(channel, Sleep(level))
+    await replica.command(channel, Sleep(level), interrupts=True)
     replica.released |= frozenset(TAGS_OF_LEVEL[level])
 
 

@@ -14,12 +14,15 @@ import anyio
 import attrs
 
 from rollout.engine.channel.channel import watch_silence
-from rollout.engine.channel.messages import ChannelSettings, ClientExpectations
-from rollout.engine.channel.operations import ALL_TAGS, TAGS_OF_LEVEL
+from rollout.engine.channel.messages import (
+    ChannelSettings,
+    ClientExpectations,
+)
+from rollout.engine.core import ALL_TAGS, TAGS_OF_LEVEL
+from rollout.engine.cores.checks import check_ids, check_sampling
 from rollout.engine.pool.load_windows import LoadWindow
 from rollout.engine.pool.memory import MemoryManager
 from rollout.engine.pool.replica import Notifier, Replica, ReplicaSettings, ReplicaStatistics
-from rollout.engine.pool.request_checks import check_ids
 from rollout.engine.pool.request_runner import LAST_ANSWER_S, RecoveryPolicy, RequestRunner
 from rollout.engine.pool.weight_update import WeightUpdater, check_update
 from rollout.errors import EngineError
@@ -219,7 +222,7 @@ class EnginePool:
         Args:
             session_id: The conversation; its requests stay on one replica while that serves well.
             prompt_ids: int32 little-endian, packed; or the trajectory's prefix.
-            sampling: Checked by `check_sampling`, where its values are anybody's.
+            sampling: Checked where there is no `limit`: a trajectory has checked its own.
             priority: Larger is served first, here and in the engine.
             known_experts: Tokens of the prompt whose routed experts the caller has already.
             group_id: Trajectories that begin with the same prompt; "" for one on its own.
@@ -233,6 +236,8 @@ class EnginePool:
                 were lost with it, or none is left; `reason` says which.
         """
         info = self.info
+        if limit is None:
+            check_sampling(sampling)
         if isinstance(prompt_ids, bytes) or prompt_ids.checked < prompt_ids.length:
             check_ids(prompt_ids, info.vocab_size)
         fault = info.media_fault(each.medium.kind for each in media) if media else ""
@@ -403,7 +408,6 @@ class EnginePool:
             self._requests.queue.call_next()
         elif replica in self._serving:
             del self._serving[replica]
-            self._requests.let_go_held(replica)
             if not self._serving and self._tasks is not None:
                 self._tasks.start_soon(self._close_queue)
         elif replica.start_error is not None:

@@ -31,7 +31,7 @@ from rollout.scopes import open_task_group
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from rollout.engine.channel.operations import Operation
+    from rollout.engine.channel.messages import Operation
     from rollout.engine.routing import ReplicaState
 
 logger = logging.getLogger("rollout.engine")
@@ -122,8 +122,6 @@ class Replica:
         start_error: What its last start failed with.
         channel, routed: While it serves.
         requests: Those in flight there for which a caller waits.
-        held: Those that were cut off, and are to be sent there again.
-        is_holding: Those that are cut off from now on are held.
         weights: What it was sent last since its engine started; None: what it started with.
         released: Memory that its engine has released, by tags.
         machines, is_here, machine: As in `ReplicaHandle`.
@@ -147,13 +145,12 @@ class Replica:
         self.channel: Channel | None = None
         self.routed: ReplicaState | None = None
         self.requests: dict[Generation, None] = {}
-        self.held: dict[Generation, None] = {}
         self.weights: SentWeights | None = None
         self.released: frozenset[str] = frozenset()
         self.machines, self.is_here, self.machine = 1, True, ""
         self.tokens = TokenCounts()
         self.prompt_tokens = self.cached_tokens = 0
-        self.is_drained = self.is_leaving = self.is_holding = False
+        self.is_drained = self.is_leaving = False
         self.emptied = anyio.Event()
         self.tried = anyio.Event()
         self.gone = anyio.Event()
@@ -293,7 +290,7 @@ class Replica:
         channel.on_lost = self._note_loss
         channel.on_load = self._report_load
         self.starts += 1
-        self.is_holding, self.last_error = False, ""
+        self.last_error = ""
         self._set_state("serving", capacity=channel.info.most_at_once)
         self.tried.set()
         self._settings.on_change(self)
@@ -355,14 +352,16 @@ class Replica:
         """An error with the replica's name."""
         return why if why.startswith(self.name) else f"{self.name}: {why}"
 
-    async def command(self, channel: Channel, operation: Operation) -> str:
+    async def command(
+        self, channel: Channel, operation: Operation, *, interrupts: bool = False
+    ) -> str:
         """Have the engine do something; see `Channel.command`.
 
         An engine whose session is lost meanwhile is restarted: nobody knows what it has done.
         """
         self._commands += 1
         try:
-            return await channel.command(operation)
+            return await channel.command(operation, interrupts=interrupts)
         finally:
             self._commands -= 1
 
@@ -374,21 +373,12 @@ class Replica:
                 self.emptied = anyio.Event()
             await self.emptied.wait()
 
-    async def interrupt_requests(self) -> None:
-        """Cut its requests off, which are held to resume from their tokens, and `wait_empty`."""
-        self.is_holding = True
-        for request in tuple(self.requests):
-            request.interrupt()
-            if self.channel is not None:
-                self.channel.abort_nowait(request.request_id)
-        await self.wait_empty()
-
     # What is known of it.
 
     @property
     def in_flight(self) -> int:
         """Requests sent and not known to be gone, aborted ones included."""
-        return self.routed.in_flight - len(self.held) if self.routed is not None else 0
+        return self.routed.in_flight if self.routed is not None else 0
 
     @property
     def media_bytes(self) -> int:

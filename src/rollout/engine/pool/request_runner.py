@@ -11,9 +11,8 @@ import anyio
 import attrs
 
 from rollout.bridge import loop_clock
-from rollout.engine.core import WHOLE_ANSWERS
+from rollout.engine.core import INTERRUPTED, WHOLE_ANSWERS
 from rollout.engine.pool.replica import describe_errors
-from rollout.errors import ChannelError
 from rollout.limits import cleanup_scope
 from rollout.observe.events import RequestEnded, RequestPlaced
 from rollout.seeds import RequestIds, split_session
@@ -234,18 +233,13 @@ class RequestRunner:
         try:
             try:
                 await channel.wait_for_room()
-                if replica.is_holding:
-                    self._hold(request, replica)
-                else:
-                    self._submit(request, replica, channel)
+                self._submit(request, replica, channel)
             except BaseException:  # nothing was sent
                 self._release(request, replica)
                 raise
             try:
                 await request.done.wait()
             except BaseException as error:
-                if request in replica.held:
-                    self._let_go(request, replica)
                 channel.abort_nowait(request.request_id)
                 # Otherwise the coroutine is being closed, and may not wait.
                 if isinstance(error, anyio.get_cancelled_exc_class()):
@@ -271,57 +265,9 @@ class RequestRunner:
             self._emit_placed(request)
 
     def end(self, request: Generation) -> None:
-        """The engine no longer works on a request.
-
-        One that its replica was made to cut off is held for it, and sent there again by
-        `resume_held`: its caller does not notice. All others end for their callers.
-        """
+        """The engine no longer works on a request."""
         assert request.dispatch is not None
-        replica = self._replicas[request.dispatch.replica.name]
-        if replica.is_holding and request.may_be_held():
-            if self._events.is_on:
-                self._emit_ended(request)
-            self._hold(request, replica)
-        else:
-            self._release(request, replica)
-            request.done.set()
-
-    def _hold(self, request: Generation, replica: Replica) -> None:
-        request.is_running, request.waits_since = False, self._now()
-        replica.requests.pop(request, None)
-        replica.held[request] = None
-        replica.emptied.set()
-
-    async def resume_held(self, replica: Replica) -> None:
-        """Send the requests again that a replica was made to cut off."""
-        channel = replica.channel
-        if channel is None or self.is_admission_blocked:
-            return
-        replica.is_holding = False
-        for request in tuple(replica.held):
-            await channel.wait_for_room()
-            if request not in replica.held:  # lost, cancelled or carried meanwhile
-                continue
-            assert request.dispatch is not None
-            request.dispatch = self._router.renew(request.dispatch, request.prompt_tokens)
-            del replica.held[request]
-            request.placed_at = self._now()
-            request.begin()
-            try:
-                self._submit(request, replica, channel)
-            except ChannelError as error:  # it has become too long for a frame
-                request.error, request.finish_reason = str(error), "error"
-                self.end(request)
-
-    def let_go_held(self, replica: Replica) -> None:
-        """Have the requests that are held for a replica look for another one."""
-        replica.is_holding = False
-        for request in tuple(replica.held):
-            self._let_go(request, replica)
-
-    def _let_go(self, request: Generation, replica: Replica) -> None:
-        del replica.held[request]
-        self._release(request, replica)
+        self._release(request, self._replicas[request.dispatch.replica.name])
         request.done.set()
 
     def _release(self, request: Generation, replica: Replica) -> None:
@@ -333,7 +279,7 @@ class RequestRunner:
             replica.prompt_tokens += dispatch.prompt_tokens
             replica.cached_tokens += request.cached_tokens
         self._router.release(dispatch, generated=generated)
-        if dispatch.replica.in_flight <= len(replica.held):
+        if dispatch.replica.in_flight == 0:
             replica.emptied.set()
         self.queue.call_next()
 
@@ -352,7 +298,7 @@ class RequestRunner:
                 request.finish_reason = None
                 if request.is_complete():
                     return True
-                field = request.find_stateful_field()
+                field = request.sampling.find_stateful_field()
                 if field:
                     request.restart(f"it was interrupted (sampling.{field})")
                 return False
@@ -370,7 +316,7 @@ class RequestRunner:
     def _was_aborted_early(self, request: Generation) -> bool:
         """Whether the abort was the driver's, or by a deadline that has been put off since."""
         is_put_off = self._now() < request.limit.ends_at != request.deadline
-        return request.is_interrupted or is_put_off
+        return request.is_interrupted or request.error == INTERRUPTED or is_put_off
 
     async def _count_failure(self, request: Generation) -> None:
         """Count a lost or malformed answer, and end a generation that has had too many."""
@@ -395,7 +341,7 @@ class RequestRunner:
             )
 
     def _resume_or_restart(self, request: Generation) -> None:
-        field = request.find_stateful_field()
+        field = request.sampling.find_stateful_field()
         if field or self._policy == "restart":
             rule = f"sampling.{field}" if field else "recovery.policy"
             request.restart(f"{request.error} ({rule})")
@@ -436,13 +382,9 @@ class RequestRunner:
         for request in requests:
             if request.called is not None:
                 request.called.set()
-            if request.dispatch is not None:
-                replica = self._replicas[request.dispatch.replica.name]
-                if request in replica.held:
-                    self._let_go(request, replica)
         while running := [each for each in requests if each.is_running]:
             for request in running:
-                request.interrupt()
+                request.is_interrupted = True
                 assert request.dispatch is not None
                 channel = self._replicas[request.dispatch.replica.name].channel
                 if channel is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import anyio
 import msgspec
 
-from rollout.engine.channel.operations import DropWeights, LoadWeights, ReceiveWeights
+from rollout.engine.channel.messages import DropWeights, LoadWeights, ReceiveWeights
 from rollout.engine.weights import DiskWeights, DistributedWeights
 from rollout.errors import ChannelError, EngineError
 from rollout.limits import cleanup_scope
@@ -98,8 +98,10 @@ class WeightBroadcast:
             machine = self._machines.setdefault(replica.machine, _Machine(replica))
             machine.loading += 1
 
-    async def load(self, replica: Replica, channel: Channel, version: int) -> None:
-        """Have a replica receive and load them."""
+    async def load(
+        self, replica: Replica, channel: Channel, version: int, *, interrupts: bool = False
+    ) -> None:
+        """Have a replica receive and load them; `interrupts`: see `Command`."""
         machine = self._machines[replica.machine]
         is_owner = machine.owner is replica
         source = msgspec.structs.replace(self._source, rank=self._ranks[replica], is_kept=is_owner)
@@ -116,6 +118,6 @@ class WeightBroadcast:
                 if is_owner:
                     machine.settle(path, error)
             received = DiskWeights(await machine.path())
-            await replica.command(channel, LoadWeights(version, received))
+            await replica.command(channel, LoadWeights(version, received), interrupts=interrupts)
         finally:
             await machine.leave(channel)

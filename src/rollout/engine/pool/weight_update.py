@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import msgspec
 
-from rollout.engine.channel.operations import LoadWeights
+from rollout.engine.channel.messages import LoadWeights
 from rollout.engine.pool.replica import Notifier, Replica, SentWeights, describe_errors
 from rollout.engine.pool.weight_broadcast import WeightBroadcast, check_broadcast
-from rollout.engine.weight_staging import stage, unstage
 from rollout.engine.weights import (
     UPDATE_MODES,
     DiskWeights,
     DistributedWeights,
     TensorWeights,
     WeightSource,
+    stage,
+    unstage,
 )
 from rollout.errors import EngineError
 from rollout.worker_threads import run_in_thread
@@ -46,7 +47,7 @@ class WeightUpdater:
     not certain is restarted, and does not serve before it has them.
 
     Args:
-        limit_s: How long a replica may load, and how long it may take to end requests before.
+        limit_s: How long a replica may take to cut its requests off and to load.
         changes: Notified when a replica comes to serve, or failed to.
 
     Attributes:
@@ -172,33 +173,37 @@ class WeightUpdater:
         try:
             if mode == "wait":
                 await replica.wait_empty()
-            elif mode == "abort_and_resume":
-                await self._interrupt(replica)
-            await self._load(replica, channel, weights)
-            for request in replica.requests:  # those that stayed
-                request.resume()
+            interrupts = mode == "abort_and_resume"
+            await self._load(replica, channel, weights, interrupts=interrupts)
             if replica.channel is channel and replica.is_serving:
                 self._router.set_weights(replica.name, weights.version)
-                await self._requests.resume_held(replica)
                 self._requests.queue.call_next()
+            for request in replica.requests:
+                request.resume()
+                if interrupts:
+                    assert request.dispatch is not None
+                    self._router.renew(request.dispatch, request.prompt_tokens)
         except EngineError as error:
             self._errors[replica] = error
-            self._requests.let_go_held(replica)
 
-    async def _interrupt(self, replica: Replica) -> None:
-        with anyio.move_on_after(self._limit_s) as scope:
-            await replica.interrupt_requests()
-        if scope.cancelled_caught:
-            _restart(replica, f"requests have not ended {self._limit_s:g} s after their aborts")
-
-    async def _load(self, replica: Replica, channel: Channel, weights: SentWeights) -> None:
+    async def _load(
+        self,
+        replica: Replica,
+        channel: Channel,
+        weights: SentWeights,
+        *,
+        interrupts: bool = False,
+    ) -> None:
         try:
             with anyio.fail_after(self._limit_s):
                 if isinstance(weights.source, DiskWeights):
-                    await replica.command(channel, LoadWeights(weights.version, weights.source))
+                    load = LoadWeights(weights.version, weights.source)
+                    await replica.command(channel, load, interrupts=interrupts)
                 else:
                     assert self._broadcast is not None  # a later one waits for other weights
-                    await self._broadcast.load(replica, channel, weights.version)
+                    await self._broadcast.load(
+                        replica, channel, weights.version, interrupts=interrupts
+                    )
         except TimeoutError:
             error = EngineError(
                 f"{channel.name}: the weights of version {weights.version} are not loaded after "

@@ -329,20 +329,11 @@ class Router:
         session.tokens = prompt_tokens
         return Dispatch(session_id, replica, prompt_tokens, fresh_tokens, new_tokens, load)
 
-    def renew(self, dispatch: Dispatch, prompt_tokens: int) -> Dispatch:
-        """A request in flight is sent again to its replica, whose cache has nothing of it.
-
-        Returns:
-            The request that is in flight now, to be released in place of the one before.
-        """
-        dispatch.is_counted = False
+    def renew(self, dispatch: Dispatch, prompt_tokens: int) -> None:
+        """A request in flight continues there after so many tokens, which are computed again."""
         session = self._sessions.get(dispatch.session_id)
         if session is not None and session.replica is dispatch.replica:
             session.cache_epoch, session.tokens = dispatch.replica.cache_epoch, prompt_tokens
-        renewed = msgspec.structs.replace(dispatch, prompt_tokens=prompt_tokens)
-        renewed.fresh_tokens, renewed.is_counted = prompt_tokens, True
-        renewed.count, renewed.is_discarded = 0, False
-        return renewed
 
     def _count(self, replica: ReplicaState, load: float) -> None:
         """Count a request where it goes.

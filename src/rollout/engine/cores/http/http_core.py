@@ -14,8 +14,7 @@ from rollout.engine.cores.base import BaseCore, OpenRequest
 from rollout.engine.cores.http.client import HttpClient, HttpError, open_client
 from rollout.engine.cores.http.sglang_api import SGLangApi, SGLangReader
 from rollout.engine.cores.http.vllm_api import VllmApi, VllmReader
-from rollout.engine.model_files import resolve_model
-from rollout.engine.model_identity import end_ids, model_fingerprint, read_model_config
+from rollout.engine.model_files import end_ids, model_fingerprint, read_model_config, resolve_model
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:

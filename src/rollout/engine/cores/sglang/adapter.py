@@ -25,8 +25,7 @@ from rollout.engine.cores.sglang import plugin
 from rollout.engine.cores.sglang.maintenance import SGLangMaintenance, list_fields
 from rollout.engine.cores.sglang.media_inputs import open_media_inputs
 from rollout.engine.cores.sglang.server_arguments import SGLangOptions, engine_arguments
-from rollout.engine.model_files import resolve_model
-from rollout.engine.model_identity import model_fingerprint
+from rollout.engine.model_files import model_fingerprint, resolve_model
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
@@ -176,16 +175,6 @@ class SGLang:
             if code is not None:
                 return f"SGLang's process {process.pid} ended with exit code {code}"
         return None
-
-    def is_frozen(self) -> bool:
-        """Whether one of SGLang's processes has been stopped by a signal or a debugger."""
-        import psutil  # which SGLang needs itself
-
-        try:
-            states = [psutil.Process(process.pid).status() for process in self._processes]
-        except psutil.Error:
-            return False
-        return any(state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) for state in states)
 
     def shutdown(self) -> None:
         """Kill SGLang's processes and wait until they are gone, which frees the GPU."""

@@ -57,7 +57,7 @@ def build_fields(
         "input_ids": ids.tolist(),
         "sampling_params": params,
         "return_logprob": True,
-        "top_logprobs_num": request.top_log_probs,
+        "top_logprobs_num": request.sampling.top_log_probs,
         "return_routed_experts": request.routed_experts,
         "routed_experts_start_len": request.routed_experts_start,
         "priority": request.priority,

@@ -8,13 +8,14 @@ Loaded in engine processes: imports msgspec and the standard library only.
 from __future__ import annotations
 
 import difflib
-import functools
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
 from rollout.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -185,44 +186,14 @@ class ScenarioOptions(_Section, frozen=True, kw_only=True):
 
 def parse_scenario(data: Mapping[str, Any], path: str = "engine.scenario") -> ScenarioOptions:
     """The scenario that plain `data` describes."""
-    faults = tuple(_unknown_keys(data, ScenarioOptions, path))
-    if faults:
-        raise ConfigError("\n".join(faults), faults)
     try:
         return msgspec.convert(data, ScenarioOptions)
     except msgspec.ValidationError as error:
         what, _, where = str(error).replace("`", "").partition(" - at $")
         fault = f"{path}{where}: {what[:1].lower()}{what[1:]}"
+        key = what.rpartition(" unknown field ")[2]
+        if key != what:
+            names = [name for kind in _Section.__subclasses__() for name in kind.__struct_fields__]
+            near = difflib.get_close_matches(key, names, n=1, cutoff=0.0)[0]
+            fault = f"{path}{where}.{key}: unknown key; did you mean {near!r}?"
         raise ConfigError(fault, (fault,)) from None
-
-
-def _unknown_keys(data: object, kind: Any, path: str) -> list[str]:
-    if not isinstance(data, Mapping):
-        return []
-    fields = {field.name: field.type for field in _list_fields(kind)}
-    faults = []
-    for key, value in data.items():
-        if key not in fields:
-            near = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.0)[0]
-            faults.append(
-                f"{path}.{key}: unknown key; did you mean {near!r}? known: {', '.join(fields)}"
-            )
-            continue
-        inner = _section_in(fields[key])
-        if inner is not None:
-            several = isinstance(value, list | tuple)
-            for index, item in enumerate(value if several else [value]):
-                place = f"{path}.{key}[{index}]" if several else f"{path}.{key}"
-                faults += _unknown_keys(item, inner, place)
-    return faults
-
-
-#: It costs a millisecond.
-_list_fields = functools.cache(msgspec.structs.fields)
-
-
-def _section_in(annotation: Any) -> Any:
-    """The section that a field holds, alone, in a union or in a tuple."""
-    if isinstance(annotation, type) and issubclass(annotation, _Section):
-        return annotation
-    return next(filter(None, map(_section_in, get_args(annotation))), None)

@@ -35,7 +35,6 @@ from rollout.engine.cores.simulated.vocabulary import (
     EOS_ID,
     FINGERPRINT,
     VOCAB_SIZE,
-    first_outside_position,
 )
 
 if TYPE_CHECKING:
@@ -224,10 +223,6 @@ class SimulatedCore(BaseCore[Stream]):
 
     def _find_obstacle(self) -> str:
         return ""  # the batch knows whether it is full
-
-    @staticmethod
-    def _find_outside_id(prompt_ids: bytes, vocab_size: int) -> int | None:
-        return first_outside_position(prompt_ids)
 
     def _submit(self, request: GenerationRequest, stream: Stream) -> bool:
         prompt, sampling = request.prompt_ids, request.sampling

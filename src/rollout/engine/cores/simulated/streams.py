@@ -71,7 +71,7 @@ class Stream(OpenRequest):
     def emit(self, job: Job, first: int, stop: int, reason: FinishReason | None) -> None:
         """See `Job.emit`."""
         ids, position = job.answer[first:stop], len(job.prompt) // 4 + first
-        top_ids, top_log_probs = compute_top(ids, position, self._request.top_log_probs)
+        top_ids, top_log_probs = compute_top(ids, position, self._request.sampling.top_log_probs)
         self._send(
             Chunk(
                 request_id=self._request.request_id,

@@ -1,21 +1,30 @@
 """The vocabulary of the simulated model: one id for each byte, and three special tokens.
 
 Id b is byte b. Texts and ids map to each other without loss, no two texts share their ids, and
-the ids of a failing test can be decoded by eye. `rollout.testing.simulated_tokenizer` is
-the same vocabulary as a tokenizer of transformers.
+the ids of a failing test can be decoded by eye.
 
-Loaded in engine processes: imports the standard library only.
+Loaded in engine processes, where `simulated_tokenizer` is not called: imports the standard library
+only.
 """
 
 from __future__ import annotations
 
 import re
 from array import array
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from rollout.lazy import importing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 #: Of the simulated model; see `EngineInfo`.
 FINGERPRINT = "simulated"
 #: Ids of the special tokens, after the 256 bytes.
 SPECIAL_TOKENS = {"<|endoftext|>": 256, "<|im_start|>": 257, "<|im_end|>": 258}
+#: What tokenizers call two of them.
+_NAMED = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
 EOS_ID = 258
 VOCAB_SIZE = 259
 #: What opens an assistant's turn in ChatML.
@@ -51,19 +60,6 @@ def decode_ids(ids: array[int] | bytes) -> str:
         at = special + 1
     pieces.append(low[at:].decode(errors="replace"))
     return "".join(pieces)
-
-
-def first_outside_position(data: bytes) -> int | None:
-    """Position of the first id outside the vocabulary in packed int32 `data`, or None."""
-    count = len(data) // 4
-    low, high, rest = data[::4], data[1::4], data[2::4]
-    specials = high.count(1)
-    is_narrow = rest.count(0) == count == data[3::4].count(0) == high.count(0) + specials
-    if is_narrow and (not specials or _are_special(low, high)):
-        return None
-    ids = array("i")
-    ids.frombytes(data)
-    return next(position for position, token in enumerate(ids) if not 0 <= token < VOCAB_SIZE)
 
 
 def open_turn_start(data: bytes) -> int | None:
@@ -109,10 +105,39 @@ def choose_expert(token_id: int, position: int, layer: int, rank: int, count: in
     return (token_id * 13 + position * 7 + layer * 3 + rank) % count
 
 
-def _are_special(low: bytes, high: bytes) -> bool:
-    at = high.find(1)
-    while at >= 0:
-        if low[at] not in _NAME_OF:
-            return False
-        at = high.find(1, at + 1)
-    return True
+def simulated_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer in which id b is byte b, with ChatML and Hermes tool calls as its template.
+
+    ``<|im_end|>`` ends a turn, ``<|endoftext|>`` pads. Every text encodes without loss, and a text
+    of n UTF-8 bytes without special tokens has n ids.
+    """
+    with importing:
+        from transformers import PreTrainedTokenizerFast
+
+    make: Any = PreTrainedTokenizerFast  # untyped in transformers
+    tokenizer: PreTrainedTokenizerFast = make(
+        tokenizer_object=_backend(),
+        bos_token=None,
+        chat_template=_chat_template(),
+        clean_up_tokenization_spaces=False,
+        **_NAMED,
+    )
+    return tokenizer
+
+
+def _backend() -> Any:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    from rollout.chat.tokenizer_parts import BYTE_LETTERS
+
+    vocabulary = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    return backend
+
+
+def _chat_template() -> str:
+    template = resources.files("rollout.chat") / "templates" / "chatml_hermes.jinja"
+    return template.read_text(encoding="utf-8")

@@ -30,9 +30,8 @@ from rollout.engine.cores.transformers.attention import (
     Span,
     attend_slots,
 )
-from rollout.engine.model_files import resolve_model
-from rollout.engine.model_identity import INCIDENTAL, model_fingerprint
-from rollout.engine.quiet import quiet_transformers
+from rollout.engine.gguf_conversion import quiet_transformers
+from rollout.engine.model_files import INCIDENTAL, model_fingerprint, resolve_model
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
