@@ -181,22 +181,6 @@ async def test_session_cut_generation_that_nobody_asks_for_again_is_not_trained_
     assert found.batch.tensors["trainable"].tolist() == [True, False, True]
 
 
-async def test_session_row_whose_answer_was_never_read_is_not_trained() -> None:
-    async def trial(session: GatewaySession, context: AgentContext) -> None:
-        first = await ask(session, user("question"))
-        lost = asked(user("question"), echo(first.answers[0]), user("more"))
-        session.mark_lost((await session.complete(lost)).id)  # of its row, a turn was read
-        for is_asked_again in (False, True):
-            call = asked(user("question"), seed=int(is_asked_again))
-            answer = await session.complete(call)
-            session.mark_lost(answer.id)
-            if is_asked_again:
-                assert await session.complete(call) == answer
-
-    found = await tried(trial, HELLO)
-    assert found.batch.tensors["trainable"].tolist() == [True, False, True]
-
-
 async def test_session_samples_of_one_call_are_siblings() -> None:
     async def trial(session: GatewaySession, context: AgentContext) -> None:
         completion = await ask(session, user("question"), n=3)

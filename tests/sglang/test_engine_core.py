@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ from asking import Answer, asked, collect
 from models import CONTEXT, EOS, VOCABULARY, save_model
 
 from rollout.engine.cores.sglang import SGLangCore
+from rollout.engine.cores.sglang import sglang_core as core_module
 from rollout.engine.weights import DiskWeights
 from rollout.errors import EngineError
 
@@ -386,6 +389,36 @@ async def test_core_routed_experts_are_those_of_transformers(tmp_path: Any) -> N
     expected = torch.stack([layer.topk(2).indices for layer in logits], 1)[:-1]
     routed = np.frombuffer(answer.last.routed_experts, "<i2").reshape(expected.shape)
     np.testing.assert_array_equal(np.sort(routed), np.sort(expected.numpy()))
+
+
+async def test_core_process_that_is_frozen_is_lost_by_name(
+    llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core_module, "FROZEN_S", 0.5)
+    core = SGLangCore(model=llama, device="cpu", dtype="float32")
+    await core.start()
+    try:
+        answers: list[Answer] = []
+
+        async def one_after_another() -> None:
+            while not answers or answers[-1].last.finish_reason == "length":
+                request = asked(prompts(1)[0], max_new_tokens=480, ignore_eos=True)
+                answers.append(await collect(core, request))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(one_after_another)
+            while not core.load().generated_tokens:
+                await anyio.sleep(0.002)
+            scheduler = core._sglang._processes[0]
+            os.kill(scheduler.pid, signal.SIGSTOP)
+            assert await core.watch() == "SGLang's process has been stopped for 0.5 s"
+        assert answers[-1].last.finish_reason == "error"
+        assert answers[-1].last.error == "SGLang's process has been stopped for 0.5 s"
+        assert answers[-1].last.is_fatal
+        assert (await collect(core, asked([5]))).last.finish_reason == "rejected"
+    finally:
+        await core.aclose()
+    assert not scheduler.is_alive()
 
 
 async def test_core_start_that_is_cancelled_leaves_no_process(llama: str) -> None:

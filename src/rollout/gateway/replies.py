@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import attrs
 
 from rollout.gateway.calls import Completion
 from rollout.gateway.turn_index import Turn
-
-if TYPE_CHECKING:
-    from rollout.agents import AgentContext
 
 #: A connection can turn out to be broken after its last byte was written, and a proxy can lose
 #: what it has read: so many answers of a trajectory are stored for that.
@@ -55,11 +51,6 @@ class Replies:
         for reply in self._replies:
             if reply.id == completion_id:
                 reply.is_lost = True
-
-    def count_lost(self) -> Counter[AgentContext]:
-        """How many answers of each row were lost, and not sent again."""
-        lost = (each for each in self._replies if each.is_lost)
-        return Counter(turn.conversation for each in lost for turn in each.turns)
 
     def find(self, digest: bytes, *, is_retry: bool) -> Reply | None:
         """The answer of an equal call whose client has not got it.

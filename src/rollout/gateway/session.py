@@ -159,16 +159,14 @@ class GatewaySession:
         self._generating = 0
         self._calls = 0
         self._siblings = Counter[tuple[int, int]]()
-        self._answered: Counter[AgentContext] = Counter()
+        self._answered: set[AgentContext] = set()
         self._cut: set[AgentContext] = set()
         context.main.history = "append_only"  # clients render nothing
 
     def exclude_unread_rows(self) -> None:
-        """Rows of which no client has read an answer, since all left, are not trained on."""
-        lost = self._replies.count_lost()
-        for conversation in self._cut | lost.keys():
-            if self._answered[conversation] <= lost[conversation]:
-                conversation.trainable = False
+        """Rows that have no whole answer, since all clients left, are not trained on."""
+        for conversation in self._cut - self._answered:
+            conversation.trainable = False
 
     async def complete(self, call: GatewayCall, wait: Wait[Completion] = wait_future) -> Completion:
         """Generate what a client asks for, or replay what it asked for before and did not get.
@@ -356,7 +354,7 @@ class GatewaySession:
             assert sample.answer is not None
             assert sample.turn is not None
             self._index.add(request, sample.turn)
-            self._answered[sample.conversation] += 1
+            self._answered.add(sample.conversation)
             answers.append(sample.answer)
             turns.append(sample.turn)
         first = samples[0]

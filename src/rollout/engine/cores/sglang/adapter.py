@@ -176,6 +176,16 @@ class SGLang:
                 return f"SGLang's process {process.pid} ended with exit code {code}"
         return None
 
+    def is_frozen(self) -> bool:
+        """Whether one of SGLang's processes has been stopped by a signal or a debugger."""
+        import psutil  # which SGLang needs itself
+
+        try:
+            states = [psutil.Process(process.pid).status() for process in self._processes]
+        except psutil.Error:
+            return False
+        return any(state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) for state in states)
+
     def shutdown(self) -> None:
         """Kill SGLang's processes and wait until they are gone, which frees the GPU."""
         self._engine.shutdown()

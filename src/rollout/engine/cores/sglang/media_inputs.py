@@ -9,7 +9,8 @@ placeholders, so that its prefix cache tells images apart.
 
 from __future__ import annotations
 
-import functools
+import threading
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,8 +33,8 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
 #: Families whose encoder attends across the frames of a video in SGLang, and within each in
 #: transformers. Told of each frame as a video of its own, it computes the same.
 FRAME_BY_FRAME = ("qwen2_5_vl",)
-#: Media whose features are cached for the next turns of their trajectories, the latest ones.
-MAX_CACHED = 64
+#: Of the features cached for the next turns of their trajectories.
+CACHE_BYTES = 512 * 1024 * 1024
 
 
 class MediaInputs:
@@ -41,12 +42,22 @@ class MediaInputs:
 
     Args:
         is_frame_by_frame: See `FRAME_BY_FRAME`.
+        cache_bytes: Of features that are cached.
     """
 
-    def __init__(self, processor: MediaProcessor, *, is_frame_by_frame: bool = False) -> None:
+    def __init__(
+        self,
+        processor: MediaProcessor,
+        *,
+        is_frame_by_frame: bool = False,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
         self._processor = processor
         self._is_frame_by_frame = is_frame_by_frame
-        self._read = functools.lru_cache(MAX_CACHED)(self._read_features)
+        self._cache_bytes = cache_bytes
+        self._cached: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
 
     def fields(self, request: GenerationRequest) -> dict[str, Any]:
         """Those of SGLang's `GenerateReqInput` that carry the media of a request."""
@@ -78,9 +89,24 @@ class MediaInputs:
                 parts.setdefault(name, []).append(torch.as_tensor(value))
         return {name: torch.cat(values) for name, values in parts.items()}
 
-    def _read_features(self, medium: Media) -> dict[str, Any]:
-        found = self._processor.features([medium]).items()
-        return {name: value for name, value in found if "metadata" not in name}
+    def _read(self, medium: Media) -> dict[str, Any]:
+        with self._lock:
+            known = self._cached.get(medium.digest)
+            if known is not None:
+                self._cached.move_to_end(medium.digest)
+                return known
+        read = {
+            name: value
+            for name, value in self._processor.features([medium]).items()
+            if "metadata" not in name
+        }
+        with self._lock:
+            if medium.digest not in self._cached:
+                self._cached[medium.digest] = read
+                self._bytes += _count_bytes(read)
+            while self._bytes > self._cache_bytes and len(self._cached) > 1:
+                self._bytes -= _count_bytes(self._cached.popitem(last=False)[1])
+        return read
 
 
 def _split_frames(grids: Any) -> Any:
@@ -108,3 +134,7 @@ def open_media_inputs(
         return None, (), f"{path} has no processor beside the model"
     kinds = tuple(kind for kind in FAMILIES[family] if kind in processor.kinds)
     return MediaInputs(processor, is_frame_by_frame=family in FRAME_BY_FRAME), kinds, ""
+
+
+def _count_bytes(features: Mapping[str, Any]) -> int:
+    return sum(getattr(value, "nbytes", 0) for value in features.values())

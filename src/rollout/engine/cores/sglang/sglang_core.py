@@ -48,6 +48,8 @@ ASK_S = 1.0
 SILENCE_S = 300.0
 #: What SGLang calls its third kind of memory.
 CUDA_GRAPH = "cuda_graph"
+#: A process that has been stopped for this long is taken for dead.
+FROZEN_S = 5.0
 
 
 class _Request(OpenRequest):
@@ -337,6 +339,7 @@ class SGLangCore(BaseCore[_Request]):
 
     async def _watch_processes(self) -> None:
         assert self._sglang is not None
+        frozen_since: float | None = None
         while True:
             await anyio.sleep(WATCH_S)
             death = self._sglang.death()
@@ -344,6 +347,10 @@ class SGLangCore(BaseCore[_Request]):
                 self._lose(death)
             elif self._is_draining and not self._open:
                 self._lose("the engine has been drained")
+            now = anyio.current_time()
+            frozen_since = (frozen_since or now) if self._sglang.is_frozen() else None
+            if frozen_since is not None and now - frozen_since > FROZEN_S:
+                self._lose(f"SGLang's process has been stopped for {FROZEN_S:g} s")
             for request_id, entry in self._open.items():
                 if entry.is_aborted:
                     self._sglang.abort(request_id)
