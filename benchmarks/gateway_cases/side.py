@@ -123,7 +123,7 @@ class ByHttp(rollout.AgentLoop):
         """Wait for the client."""
         question = context.prompt.messages[0]
         said = question["content"] if isinstance(question, dict) else question.content
-        async with context.door.open(context) as address:
+        async with context.gateway.open(context) as address:
             await CLIENTS[-1].run(address, str(said))
 
 
