@@ -275,8 +275,8 @@ async def test_environment_of_gymnasium_is_played_until_it_terminates_or_truncat
     ]
 
 
-@pytest.mark.parametrize("is_keyword", [True, False])
-async def test_environment_reset_of_gymnasium_gets_a_seed_and_no_prompt(is_keyword: bool) -> None:
+@pytest.mark.parametrize("how", ["keyword", "positional", "wrapper"])
+async def test_environment_reset_of_gymnasium_gets_a_seed_and_no_prompt(how: str) -> None:
     seeds: list[Any] = []
 
     class Seeded(Gym):
@@ -289,7 +289,12 @@ async def test_environment_reset_of_gymnasium_gets_a_seed_and_no_prompt(is_keywo
             seeds.append(seed)
             return self.first
 
-    kind = Seeded if is_keyword else Positional
+    class Wrapper(Gym):
+        async def reset(self, **kwargs: Any) -> Any:  # type: ignore[override]
+            seeds.append(kwargs["seed"])
+            return self.first
+
+    kind = {"keyword": Seeded, "positional": Positional, "wrapper": Wrapper}[how]
     for _ in range(2):
         (trajectory,) = (await played(kind)).trajectories
         assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)

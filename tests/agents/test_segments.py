@@ -376,6 +376,34 @@ async def test_history_rendered_again_is_a_segment_of_purpose_compaction() -> No
     assert batch.trajectories[0].transcript is last.transcript
 
 
+async def test_rows_of_a_history_before_a_compaction_have_its_messages() -> None:
+    async def trial(context: AgentContext) -> None:
+        turn = await context.generate()
+        await context.call_tools(turn.calls)
+        await context.generate()
+        await context.compact(says("anew"))
+        await context.generate()
+
+    scenario = Scenario(seed=1).reply("question", f"<think>\nI must.\n</think>\n\n{CALL}")
+    scenario = scenario.then("Five.").reply("anew", "Ok.")
+    again = {"history": "inference_template"}
+    segments = (await tried(trial, scenario, agent=again)).segments
+    firsts = [segment.messages[0].content for segment in segments]
+    assert firsts == ["question", "question", "anew"]
+
+
+async def test_opening_that_is_too_long_is_refused_where_prompts_are_cut() -> None:
+    long = [{"role": "user", "content": "x" * 3000}]
+
+    async def trial(context: AgentContext) -> None:
+        await context.generate()
+        with pytest.raises(LimitExceeded, match=r"lengths\.prompt"):
+            await context.subagent(long)
+
+    cut = LengthsConfig(prompt=2048, response=2048, overlong_prompts="cut")
+    assert (await tried(trial, lengths=cut)).outcome is Outcome.COMPLETED
+
+
 async def test_subagent_with_tools_of_its_own_is_offered_and_reads_those() -> None:
     look = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 

@@ -105,3 +105,15 @@ def test_final_answer(text: str, answer: str) -> None:
 )
 def test_is_same_answer(answer: str, truth: Any, is_same: bool) -> None:
     assert is_same_answer(answer, truth) is is_same
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"So \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{1}, no: \boxed{\text{yes}}", r"\text{yes}"),
+        (r"\boxed{\frac{1}{2}", r"2"),
+    ],
+)
+def test_boxed_answer_ends_with_its_own_brace(text: str, answer: str) -> None:
+    assert final_answer(text) == answer

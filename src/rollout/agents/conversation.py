@@ -546,11 +546,16 @@ class Conversation:
 
     async def _settle(self) -> None:
         while self._unsettled:
-            first = self._unsettled.pop(0)
-            if isinstance(first, array):
-                self._observe_ids(first)
-            else:
-                await self._observe(first)
+            first = self._unsettled[0]
+            try:
+                if isinstance(first, array):
+                    self._observe_ids(first)
+                else:
+                    await self._observe(first)
+            except Exception:  # it is refused; what a cancellation interrupts is settled later
+                del self._unsettled[0]
+                raise
+            del self._unsettled[0]
 
     async def _observe(self, messages: Given) -> None:
         self._end_turn()

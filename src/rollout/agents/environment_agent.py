@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,9 +20,9 @@ if TYPE_CHECKING:
     from rollout.agents.context import AgentContext
     from rollout.agents.turn import AssistantTurn
 
-logger = logging.getLogger("rollout.agents")
-
 Messages = list[Message | Mapping[str, Any]]
+#: Parameters that the prompt cannot be passed to, which comes without a name.
+_BY_NAME = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
 _STEP = "expected (observation, reward, done, info), or gymnasium's five values"
 
 
@@ -81,7 +80,10 @@ class EnvironmentAgent(AgentLoop):
 
     async def run(self, context: AgentContext) -> None:
         """Play one episode."""
-        environment: Any = self if self._make is None else self._make()
+        environment: Any = self
+        if self._make is not None:
+            what = getattr(self._make, "__qualname__", "environment")
+            environment = await context.services.threads.run(what, self._make)
         _check(environment)
         try:
             await self._play(environment, context)
@@ -128,10 +130,11 @@ def _prepare_reset(environment: Any, context: AgentContext) -> Callable[[], Any]
     """The call of `reset`: with the prompt, or with a seed where it is written as gymnasium's."""
     method = environment.reset
     try:
-        names = list(inspect.signature(method).parameters)
+        parameters = inspect.signature(method).parameters
     except (TypeError, ValueError):  # it has no signature to look at
-        names = []
-    if names and names[0] == "seed":
+        parameters = {}
+    first = next(iter(parameters.values()), None)
+    if first is not None and (first.name == "seed" or first.kind in _BY_NAME):
         identity = context.identity
         seed = derive_seed(identity.run_seed, identity.step, identity.uid) >> 32
         return partial(method, seed=seed)

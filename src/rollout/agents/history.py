@@ -74,7 +74,7 @@ class Row(msgspec.Struct, eq=False):
     Attributes:
         parent, position: The row that it departs from, and after how many of its tokens.
         seeds: Of the generations in it.
-        messages: The conversation up to its end; None where the conversation still has it.
+        messages: The conversation that it is of, up to a compaction; None where that still goes on.
         token_rewards: Rewards of single tokens, by their positions.
     """
 
@@ -239,7 +239,8 @@ class History:
 
     def compact(self, rendered: Rendered, prompt_room: int) -> None:
         """Begin another row with these messages, in place of all before."""
-        self.rows[-1].messages = self.messages
+        for row in self.rows:
+            row.messages = self.messages if row.messages is None else row.messages
         self._open_row(rendered.ids, Transcript())
         self._added, self.turns = [], {}
         self.messages = Messages(self._added, self._decode)

@@ -59,12 +59,18 @@ class Renderer:
         return min(self._lengths.prompt, self._context_length - 1)
 
     async def render_prompt(
-        self, messages: Given, *, is_continued: bool = False, is_shared: bool = False
+        self,
+        messages: Given,
+        *,
+        may_cut: bool = True,
+        is_continued: bool = False,
+        is_shared: bool = False,
     ) -> Rendered:
         """Render a prompt.
 
         Args:
             messages: At least one.
+            may_cut: Whether `lengths.overlong_prompts` decides where they are more than fits.
             is_continued: The model has spoken in them before, so that they may take the room of
                 its answers too.
             is_shared: Other trajectories begin with the same list.
@@ -73,7 +79,7 @@ class Renderer:
             RejectedPrompt: They cannot be rendered, or are more than fits.
         """
         longest = self._find_longest()[0] - 1 if is_continued else self.prompt_room
-        is_cut = self._lengths.overlong_prompts == "cut" and not is_continued
+        is_cut = self._lengths.overlong_prompts == "cut" and may_cut
         try:
             shown = await self._services.media.prepare(messages, is_shared=is_shared)
             is_much = is_long(shown, self._short)
@@ -105,7 +111,7 @@ class Renderer:
         is_list = isinstance(messages, Sequence)  # what is none is refused with the words for it
         is_continued = is_list and any(message_ids(each).role == "assistant" for each in messages)
         try:
-            return await self.render_prompt(messages, is_continued=is_continued)
+            return await self.render_prompt(messages, may_cut=False, is_continued=is_continued)
         except RejectedPrompt as error:
             if error.reason == "bad_message":
                 raise AgentError(f"{what}: {error}") from error

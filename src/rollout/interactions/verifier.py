@@ -33,8 +33,8 @@ def final_answer(text: str) -> str:
     """
     text = text[-_MAX_ANSWER:].strip()
     _, boxed, inside = text.rpartition("\\boxed{")
-    if boxed and "}" in inside:
-        return inside.partition("}")[0].strip()
+    if boxed and (end := _find_brace(inside)) is not None:
+        return inside[:end].strip()
     _, marker, rest = text.rpartition("####")
     if marker and rest.strip():
         return rest.strip()
@@ -44,6 +44,16 @@ def final_answer(text: str) -> str:
         return number.group() if number else announced[-1].strip()
     numbers = _NUMBER.findall(text)
     return str(numbers[-1]) if numbers else text
+
+
+def _find_brace(text: str) -> int | None:
+    """Where the brace is closed that was opened before the text."""
+    depth = 1
+    for at, letter in enumerate(text):
+        depth += (letter == "{") - (letter == "}")
+        if depth == 0:
+            return at
+    return None
 
 
 def is_same_answer(answer: str, truth: object) -> bool:

@@ -6,6 +6,7 @@ Everything is awaited on SGLang's own event loop.
 from __future__ import annotations
 
 import dataclasses
+import json
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,19 +102,12 @@ def list_fields(cls: Any) -> frozenset[str]:
 
 def tensor_shapes(directory: str) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor, by its name."""
-    from safetensors import SafetensorError, safe_open  # SGLang has it
-
     files = sorted(Path(directory).glob("*.safetensors"))
     if not files:
         raise EngineError(f"{directory}: expected a directory with safetensors")
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
-        try:
-            with safe_open(file, "numpy") as opened:
-                for name in opened.keys():  # noqa: SIM118  (it is no mapping)
-                    shapes[name] = tuple(opened.get_slice(name).get_shape())
-        except (OSError, SafetensorError) as error:
-            raise EngineError(f"{file} is no safetensors file: {error}") from error
+        shapes.update(_header(file))
     return shapes
 
 
@@ -135,3 +129,20 @@ def check_checkpoint(directory: str, reference: str) -> None:
                 f"{directory}: {name} has shape {list(found[name])}; expected "
                 f"{list(expected[name])}"
             )
+
+
+def _header(file: Path) -> dict[str, tuple[int, ...]]:
+    """``u64 length | JSON``: name to dtype, shape and place; and the data must all be there."""
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        is_whole = file.stat().st_size == 8 + length + end
+        shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise EngineError(f"{file} is no safetensors file: {error}") from error
+    if not is_whole:
+        raise EngineError(f"{file} is not whole: {file.stat().st_size} of {8 + length + end} bytes")
+    return shapes
