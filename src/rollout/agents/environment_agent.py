@@ -130,10 +130,10 @@ def _prepare_reset(environment: Any, context: AgentContext) -> Callable[[], Any]
     """The call of `reset`: with the prompt, or with a seed where it is written as gymnasium's."""
     method = environment.reset
     try:
-        parameters = inspect.signature(method).parameters
+        parameters = iter(inspect.signature(method).parameters.values())
     except (TypeError, ValueError):  # it has no signature to look at
-        parameters = {}
-    first = next(iter(parameters.values()), None)
+        parameters = iter(())
+    first = next(parameters, None)
     if first is not None and (first.name == "seed" or first.kind in _BY_NAME):
         identity = context.identity
         seed = derive_seed(identity.run_seed, identity.step, identity.uid) >> 32
