@@ -173,6 +173,15 @@ async def test_warm_sandboxes_are_ready_healthy_and_used_once() -> None:
     assert counts.opened == counts.closed == len(provider.closed)
 
 
+@pytest.mark.parametrize("spec", [None, SandboxSpec(image="other")])
+async def test_warm_sandbox_that_is_being_made_is_in_nobodys_way(spec: SandboxSpec | None) -> None:
+    async with serving(FakeProvider(), warm=1, max_open=1) as pool:
+        await anyio.sleep(0.5)
+        with anyio.fail_after(10):
+            sandbox = await pool.acquire(spec)
+        await pool.release(sandbox)
+
+
 async def test_warm_sandbox_makes_room_for_another_spec() -> None:
     provider = FakeProvider()
     async with serving(provider, warm=3) as pool:

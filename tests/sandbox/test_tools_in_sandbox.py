@@ -341,10 +341,12 @@ async def test_edit_creates_views_replaces_and_inserts(provider: str) -> None:
         text = "one\ntwo\nthree\n"
         assert await edit(hands, "create", "d/f", file_text=text) == "d/f is written: 3 lines"
         assert await edit(hands, "view", "d/f") == "     1\tone\n     2\ttwo\n     3\tthree"
-        assert await edit(hands, "view", "d/f", view_range=[2, -1]) == "     2\ttwo\n     3\tthree"
+        assert (
+            await edit(hands, "view", "d/f", view_range=[2.0, -1]) == "     2\ttwo\n     3\tthree"
+        )
         said = await edit(hands, "str_replace", "d/f", old_str="two\n", new_str="2\nII\n")
         assert said == "d/f is changed:\n     1\tone\n     2\t2\n     3\tII\n     4\tthree"
-        await edit(hands, "insert", "d/f", insert_line=0, new_str="zero")
+        await edit(hands, "insert", "d/f", insert_line=0.0, new_str="zero")
         await edit(hands, "insert", "d/f", insert_line=5, new_str="end\n")
         await edit(hands, "str_replace", "d/f", old_str="II\n")
         assert await hands.sandbox.read_file("d/f") == b"zero\none\n2\nthree\nend\n"

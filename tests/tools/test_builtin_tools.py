@@ -63,6 +63,19 @@ async def test_builtin_tools_are_offered_beside_those_given_and_an_answer_ends(e
     assert prompt.extra == {"level": 1}
 
 
+async def test_first_answer_counts_whatever_the_prompts_extra_has() -> None:
+    answers = [tool_call("finish", answer="7"), tool_call("finish", answer="8")]
+    config = (
+        Scenario(seed=1)
+        .reply("go", "\n".join(answers))
+        .config(tools=rollout.ToolsConfig(builtin=("finish",)))
+    )
+    prompt = Prompt("go", extra={"answer": "42"})
+    async with rollout.open_rollout(config) as runtime:
+        (trajectory,) = (await runtime.generate([prompt])).trajectories
+    assert trajectory.extra["answer"] == "7"
+
+
 async def test_builtin_tool_that_is_given_too_is_refused() -> None:
     config = Scenario().config(tools=rollout.ToolsConfig(builtin=("finish",)))
     with pytest.raises(ToolError) as caught:

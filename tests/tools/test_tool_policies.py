@@ -265,6 +265,21 @@ async def test_breaker_refuses_calls_of_a_tool_that_keeps_failing(
     assert await run(opened(built), *[call("scripted")] * 8) == [DONE] * 8
 
 
+async def test_breaker_counts_anew_after_a_call_that_went_well(executor: Any) -> None:
+    down = ConnectionError("down")
+    script = Script(3, down, down, breaker_failures=2, breaker_s=30)
+    built = executor(script.tool)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run, opened(built), call("scripted"))  # ends well when it is open
+        await anyio.sleep(1)
+        for _ in range(2):
+            await run(opened(built), call("scripted"))
+    script.steps[:0] = [down]
+    for _ in range(2):
+        await run(opened(built), call("scripted"))
+    assert len(script.times) == 5
+
+
 async def test_breaker_answers_and_wrong_arguments_are_no_failures(executor: Any) -> None:
     script = Script(
         ValueError("1"), failed("no result"), ValueError("2"), "fine", breaker_failures=2

@@ -183,9 +183,13 @@ class SandboxPool:
             while len(self._warm) < self._config.warm and self._slots.value > 0:
                 self._slots.acquire_nowait()
                 try:
-                    self._warm.append(await self._create(provider, self.spec))
+                    sandbox = await self._create(provider, self.spec)
                 except Exception:  # whoever asks for one is told why
                     break
+                if self._waiting and self._slots.value == 0:
+                    await self._close(sandbox)  # somebody waits for its slot
+                else:
+                    self._warm.append(sandbox)
             await self._wanted.wait()
 
     async def _take_warm(self) -> Sandbox | None:

@@ -150,7 +150,7 @@ class ToolGate:
                     limit = limit or turn.open(self._call_s, self._source)
                     what = f"tool {self.name!r}"
                     result = await attempt(run_once, limit=limit, what=what, activity=activity)
-                self._failures = 0
+                self._failures, self._refuses_until = 0, -math.inf
             except ToolError as error:
                 assert limit is not None
                 await self._wait_for_retry(error, next(tries), limit)

@@ -54,7 +54,8 @@ async def finish(answer: str, context: ToolContext) -> ToolResult:
     Args:
         answer: The final answer.
     """
-    context.extra.setdefault("answer", answer)  # for rewards; a second one changes nothing
+    if context.state.setdefault(f"{__name__}.answer", answer) is answer:  # the first one
+        context.extra["answer"] = answer  # for rewards
     return ToolResult("The answer is recorded.", data=answer, end_trajectory=True)
 
 

@@ -55,6 +55,12 @@ _ID = re.compile(
 )
 
 
+def _is_over(error: MCPError) -> bool:
+    """Whether the connection has ended, or a server that was started anew knows no session."""
+    is_closed = error.code == mcp_types.CONNECTION_CLOSED and _TOO_LONG not in error.message
+    return is_closed or error.message == "Session terminated"  # the SDK's word for a 404
+
+
 class Connection:
     """A connection to a server, kept up by a task of its own.
 
@@ -139,8 +145,11 @@ class Connection:
                 await self._ended.wait()
                 return
             with anyio.move_on_after(self._ping_s) as scope:
-                with suppress(MCPError):  # an answer as well: newer servers know no ping
+                try:
                     await client.session.send_ping()
+                except MCPError as error:  # an answer as well: newer servers know no ping
+                    if _is_over(error):
+                        return
             if scope.cancelled_caught:
                 self._fault = f"was silent for {self._ping_s:g} s, even to a ping"
                 return
@@ -168,7 +177,7 @@ class Connection:
         try:
             return await client.call_tool(name, arguments)
         except MCPError as error:
-            if error.code != mcp_types.CONNECTION_CLOSED or _TOO_LONG in error.message:
+            if not _is_over(error):
                 raise ToolError(error.message) from None
         except (anyio.ClosedResourceError, anyio.BrokenResourceError):
             pass

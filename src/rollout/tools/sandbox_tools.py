@@ -335,7 +335,7 @@ class EditTool(SandboxTool):
             text = (await sandbox.read_file(path)).decode(errors="surrogateescape")
             if command == "insert":
                 new = arguments["new_str"]
-                text, line = _insert(text, arguments["insert_line"], new)
+                text, line = _insert(text, int(arguments["insert_line"]), new)
             else:
                 new = arguments.get("new_str", "")
                 text, line = _replace(text, arguments["old_str"], new)
@@ -358,7 +358,7 @@ async def _view(sandbox: TrajectorySandbox, path: str, lines: list[int] | None) 
         found = sorted(result.stdout.decode(errors="replace").splitlines())
         return "\n".join(path.rstrip("/") + each.removeprefix(".") for each in found)
     text = _split(data.decode(errors="surrogateescape"))
-    first, last = lines or (1, -1)
+    first, last = map(int, lines or (1, -1))
     last = len(text) if last == -1 else last
     if lines and not 1 <= first <= min(last, len(text)):
         raise ToolError(f"view_range = {lines}: {path} has {len(text)} lines")

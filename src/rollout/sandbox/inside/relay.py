@@ -33,14 +33,17 @@ def connect(address: Any) -> socket.socket:
 
 def serve(listener: socket.socket, address: Any) -> None:
     while True:
-        near, _ = listener.accept()
+        try:
+            near, _ = listener.accept()
+        except OSError:  # too many files are open
+            threading.Event().wait(0.1)
+            continue
         try:
             far = connect(address)
-        except OSError:
+            for pair in ((near, far), (far, near)):
+                threading.Thread(target=carry, args=pair, daemon=True).start()
+        except (OSError, RuntimeError):  # no server, or no room for threads
             near.close()
-            continue
-        for pair in ((near, far), (far, near)):
-            threading.Thread(target=carry, args=pair, daemon=True).start()
 
 
 def carry(source: socket.socket, target: socket.socket) -> None:
