@@ -15,10 +15,8 @@ if TYPE_CHECKING:
 
 
 def unwrap_group(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first exception of a group, however deep: Ctrl-C, an ordinary one, a cancellation."""
-    kinds = (KeyboardInterrupt, Exception, BaseException)
-    found = (find_exception(group, kind) for kind in kinds)
-    return next((each for each in found if each is not None), group)
+    """The first exception of a group, however deep; an ordinary one before a cancellation."""
+    return find_exception(group, Exception) or find_exception(group) or group
 
 
 def find_exception(

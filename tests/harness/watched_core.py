@@ -8,6 +8,8 @@ from __future__ import annotations
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from harness.watched_tools import InjectedError
 from rollout.engine.core import EngineBroken
 
@@ -17,20 +19,43 @@ if TYPE_CHECKING:
     from rollout.engine.core import Chunk, EngineCore, GenerationRequest
 
 
+#: Characters of a request id that say whose it is; see `rollout.seeds.RequestIds`.
+OWNER = 16
+
+
 class SentRequest:
-    """One request as its engine had it.
+    """One request as its engine had it, with what continued it after an operation.
 
     Attributes:
         chunks: What the engine gave out, in order.
+        ids: What the engine's session takes of them: those that follow what it has.
         is_open: Whether its answer is still iterated over.
     """
 
-    __slots__ = ("chunks", "is_open", "request")
+    __slots__ = ("_start", "chunks", "ids", "is_open", "request")
 
     def __init__(self, request: GenerationRequest) -> None:
-        self.request = request
+        self.request, self.is_open = request, True
         self.chunks: list[Chunk] = []
-        self.is_open = True
+        self.ids, self._start = b"", 0
+
+    def add(self, chunk: Chunk) -> None:
+        """Note a chunk, whose offset is counted from where the request was continued."""
+        chunk = replace(chunk, offset=self._start + chunk.offset)
+        self.chunks.append(chunk)
+        if chunk.offset == len(self.ids) // 4:
+            self.ids += chunk.ids
+
+    def is_continued_by(self, request: GenerationRequest) -> bool:
+        """Whether the engine continues it by this one."""
+        is_same = request.session_id == self.request.session_id
+        return is_same and request.prompt_ids == self.request.prompt_ids + self.ids
+
+    def go_on(self) -> None:
+        """It is continued: its driver does not see that it was cut off."""
+        self.is_open, self._start = True, len(self.ids) // 4
+        if self.chunks:
+            self.chunks[-1] = replace(self.chunks[-1], finish_reason=None)
 
 
 class WatchedCore:
@@ -52,6 +77,7 @@ class WatchedCore:
         self.is_serving = False
         self.is_gone = False
         self._core = core
+        self._owner = ""  # of the driver's request ids; the first request is the driver's
         self.on_freeze: Callable[[], None] = lambda: None
         self._on_death: Callable[[], None] | None = None
         self._is_killed = False
@@ -103,16 +129,27 @@ class WatchedCore:
         """See `EngineCore.generate`."""
         if request.request_id in self.requests:
             self.reused_ids.append(request.request_id)
-        sent = self.requests[request.request_id] = SentRequest(request)
+        sent = self._note_sent(request)
         try:
             async with aclosing(self._core.generate(request)) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
                     if self._is_broken:
                         raise EngineBroken("broken by the harness")
-                    sent.chunks.append(chunk)
+                    sent.add(chunk)
                     yield chunk
         finally:
             sent.is_open = False
+
+    def _note_sent(self, request: GenerationRequest) -> SentRequest:
+        owner = request.request_id[:OWNER]
+        self._owner = self._owner or owner
+        if owner != self._owner:  # of the engine's session
+            for sent in reversed(self.requests.values()):
+                if sent.is_continued_by(request):
+                    sent.go_on()
+                    return sent
+        sent = self.requests[request.request_id] = SentRequest(request)
+        return sent
 
     async def aclose(self) -> None:
         """See `EngineCore.aclose`."""

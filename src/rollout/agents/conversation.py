@@ -395,8 +395,7 @@ class Conversation:
         dropped as from a prompt's messages.
 
         Raises:
-            LimitExceeded: They would leave no room for one more token; nothing is appended. Of a
-                long text `settle` may find that out.
+            LimitExceeded: No room would be left for one more token; `settle` may find that out.
             TemplateError: They are malformed, or the template refuses them; or results name a call
                 that the turn has not, one that has its result, or not all of the others. Nothing
                 is appended.
@@ -546,18 +545,17 @@ class Conversation:
 
     async def _settle(self) -> None:
         while self._unsettled:
-            first = self._unsettled[0]
             try:
-                if isinstance(first, array):
-                    self._observe_ids(first)
-                else:
-                    await self._observe(first)
+                await self._observe(self._unsettled[0])
             except Exception:  # it is refused; what a cancellation interrupts is settled later
                 del self._unsettled[0]
                 raise
             del self._unsettled[0]
 
-    async def _observe(self, messages: Given) -> None:
+    async def _observe(self, messages: Given | array[int]) -> None:
+        if isinstance(messages, array):
+            self._observe_ids(messages)
+            return
         self._end_turn()
         after, room = self._history.unanswered_ids, self._find_room()
         with self._noting_limits():
@@ -589,8 +587,6 @@ class Conversation:
 
     def answering(self) -> Limit:
         """The block that it is entered for answers the last turn, within the turn's deadline.
-
-        While the trajectory is carried to another call its time does not count.
 
         Raises:
             LimitExceeded: The deadline passed; leaving the block raises it.
