@@ -81,9 +81,10 @@ class EnvironmentAgent(AgentLoop):
     async def run(self, context: AgentContext) -> None:
         """Play one episode."""
         environment: Any = self
-        if self._make is not None:
-            what = getattr(self._make, "__qualname__", "environment")
-            environment = await context.services.threads.run(what, self._make)
+        if (make := self._make) is not None:
+            is_async = inspect.iscoroutinefunction(getattr(make, "step", None))
+            run, what = context.services.threads.run, getattr(make, "__qualname__", "environment")
+            environment = make() if is_async else await run(what, make)
         _check(environment)
         try:
             await self._play(environment, context)
