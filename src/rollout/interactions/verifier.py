@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from decimal import Decimal
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from rollout.chat.messages import template_messages
@@ -33,8 +34,9 @@ def final_answer(text: str) -> str:
     """
     text = text[-_MAX_ANSWER:].strip()
     _, boxed, inside = text.rpartition("\\boxed{")
-    if boxed and (end := _find_brace(inside)) is not None:
-        return inside[:end].strip()
+    depths = [*accumulate((letter == "{") - (letter == "}") for letter in inside)]
+    if boxed and -1 in depths:
+        return inside[: depths.index(-1)].strip()
     _, marker, rest = text.rpartition("####")
     if marker and rest.strip():
         return rest.strip()
@@ -42,18 +44,7 @@ def final_answer(text: str) -> str:
     if announced:
         number = _NUMBER.search(announced[-1])
         return number.group() if number else announced[-1].strip()
-    numbers = _NUMBER.findall(text)
-    return str(numbers[-1]) if numbers else text
-
-
-def _find_brace(text: str) -> int | None:
-    """Where the brace is closed that was opened before the text."""
-    depth = 1
-    for at, letter in enumerate(text):
-        depth += (letter == "{") - (letter == "}")
-        if depth == 0:
-            return at
-    return None
+    return str([text, *_NUMBER.findall(text)][-1])
 
 
 def is_same_answer(answer: str, truth: object) -> bool:
