@@ -1,23 +1,19 @@
-"""Turns the GGUF file of a package into a model directory that loads in a second or two.
-
-Nothing that transformers does here, or in `quiet_transformers`, writes to the terminal.
-"""
+"""Turns the GGUF file of a package into a model directory that loads in a second or two."""
 
 from __future__ import annotations
 
 import io
 import stat
-import warnings
-from contextlib import contextmanager, redirect_stderr
-from typing import TYPE_CHECKING, Any
+from contextlib import redirect_stderr
+from typing import TYPE_CHECKING
 
 import torch
-import transformers
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from rollout.engine.quiet import quiet_transformers
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -44,23 +40,3 @@ def convert_gguf(source: Path, chat_template: str, directory: Path) -> None:
     mode = stat.S_IMODE((directory / "config.json").stat().st_mode)
     for weights in directory.glob("*.safetensors"):
         weights.chmod(mode)  # safetensors makes files for their owner alone
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """No progress bars, no advice and no warnings inside; everything as before outside.
-
-    The settings are transformers' own and hold for the whole process while inside.
-    """
-    log: Any = transformers.utils.logging
-    verbosity, has_bars = log.get_verbosity(), log.is_progress_bar_enabled()
-    log.set_verbosity_error()
-    log.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.set_verbosity(verbosity)
-        if has_bars:
-            log.enable_progress_bar()

@@ -30,8 +30,8 @@ from rollout.engine.cores.transformers.attention import (
     Span,
     attend_slots,
 )
-from rollout.engine.gguf_conversion import quiet_transformers
 from rollout.engine.model_files import INCIDENTAL, model_fingerprint, resolve_model
+from rollout.engine.quiet import quiet_transformers
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
