@@ -34,6 +34,7 @@ FLOORS = (
     "observe.user_spans",
     "chat",
     # A model's files and its tokenizer, with which saved tokens are read.
+    "engine.quiet",
     "engine.gguf_conversion",
     "engine.cores.simulated.vocabulary",
     "engine.model_files",
