@@ -30,7 +30,7 @@ class FakeGateway:
         self.contexts[key] = context
         try:
             yield GatewayAddress(root_url=self.root_url, api_key=key, model="served-model")
-            if context.ending is None and not context.transcript:
+            if context.state.ending is None and not context.transcript:
                 await context.generate()
         finally:
             del self.contexts[key]

@@ -310,7 +310,7 @@ class Delegates(AgentLoop):
                 await ready.wait()
         await context.compact([{"role": "user", "content": "question, in short"}])
         await context.generate()
-        context.main.reward_turn(0.25)
+        context.reward_turn(0.25)
 
 
 async def delegates(recorder: Recorder) -> None:

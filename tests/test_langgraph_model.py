@@ -153,7 +153,7 @@ async def test_chat_model_every_field_of_sampling_takes_effect() -> None:
     async def trial(model: RolloutChatModel) -> None:
         asked = [HumanMessage("question")]
         await model.bind(**fields, top_k=0, max_tokens=20).ainvoke(asked, stop="see")
-        TRIALS["sampling"] = TRIALS["context"].main.sampling
+        TRIALS["sampling"] = TRIALS["context"].sampling
         await model.bind(greedy=True, top_k=5, seed=2**70).ainvoke([AIMessage("x"), *asked])
 
     (trajectory,) = (await tried(trial)).trajectories
@@ -162,7 +162,7 @@ async def test_chat_model_every_field_of_sampling_takes_effect() -> None:
     fields["stop_token_ids"] = (2, 3)
     assert {name: getattr(sampling, name) for name in fields} == fields
     assert (sampling.top_k, sampling.max_new_tokens) == (-1, 20)
-    greedy = list(TRIALS["context"].main.all())[1].sampling
+    greedy = list(TRIALS["context"].all())[1].sampling
     assert (greedy.temperature, greedy.top_k) == (0.0, 5)
     assert trajectory.transcript.top_ids() is not None
 

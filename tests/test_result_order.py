@@ -173,17 +173,17 @@ async def observe(context: AgentContext, results: list[Any]) -> None:
 
 
 async def answer(context: AgentContext, results: list[Any]) -> None:
-    await context.main.answer(results)
+    await context.answer(results)
 
 
 async def answer_in_branch(context: AgentContext, results: list[Any]) -> None:
     context.observe([STOP])
     await context.generate()
     end = context.transcript.spans[1].stop
-    branch = await context.main.branch(end)
+    branch = await context.branch(end)
     branch.observe(results)
     await branch.generate()
-    other = await context.main.branch(end, messages=results)
+    other = await context.branch(end, messages=results)
     await other.generate()
 
 

@@ -41,7 +41,7 @@ class SamplesInWays(AgentLoop):
         elif way == "aside":
             go = [{"role": "user", "content": "Go."}]
             async with context.open_segment(go, sampling={"top_k": 7}) as other:
-                other.main.trainable = False
+                other.trainable = False
                 await other.generate()
         else:
             await context.generate()

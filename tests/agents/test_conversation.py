@@ -325,7 +325,7 @@ async def test_tools_called_by_conversations_at_once_are_opened_once_and_stay_se
         turn = await context.generate()
         branches = [await context.branch() for _ in range(3)]
         async with anyio.create_task_group() as tasks:
-            for branch in (context.main, *branches):
+            for branch in (context, *branches):
                 tasks.start_soon(branch.call_tools, turn.calls)
 
     counter = Counter()

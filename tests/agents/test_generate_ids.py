@@ -151,7 +151,7 @@ async def test_generate_ids_with_too_long_a_prompt_is_rejected() -> None:
 async def test_subagent_ids_open_a_segment_with_their_tokens() -> None:
     async def trial(context: AgentContext) -> None:
         await context.generate()
-        opened = context.main.subagent_ids(rendered("go"))
+        opened = context.subagent_ids(rendered("go"))
         await opened.generate_ids(rendered("go"))
 
     (trajectory,) = (await tried(trial)).trajectories

@@ -409,8 +409,8 @@ async def test_subagent_with_tools_of_its_own_is_offered_and_reads_those() -> No
 
     async def trial(context: AgentContext) -> None:
         await context.generate()
-        worker = await context.main.subagent(RESEARCH, tools=[look])
-        bare = await context.main.subagent(RESEARCH, tools=[])
+        worker = await context.subagent(RESEARCH, tools=[look])
+        bare = await context.subagent(RESEARCH, tools=[])
         heir = await (await worker.branch()).subagent(RESEARCH)
         assert [t["function"]["name"] for t in worker.renderer.reader.schemas] == ["look"]
         assert [t["function"]["name"] for t in heir.renderer.reader.schemas] == ["look"]
@@ -427,11 +427,11 @@ async def test_branch_that_is_told_what_does_not_fit_is_not_opened() -> None:
     async def trial(context: AgentContext) -> None:
         await context.generate()
         with pytest.raises(LimitExceeded, match=r"lengths\.response"):
-            await context.main.branch(messages=says("x" * 2000))
-        branch = await context.main.branch(messages=says("another way"))
+            await context.branch(messages=says("x" * 2000))
+        branch = await context.branch(messages=says("another way"))
         assert branch.user_turns == 1
         await branch.generate()
-        assert len(context.main.opened) == 1
+        assert len(context.opened) == 1
 
     trajectory = await tried(trial)
     assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)

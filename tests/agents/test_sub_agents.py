@@ -229,7 +229,7 @@ async def test_compact_next_row_begins_with_the_messages() -> None:
         assert [m.content for m in context.messages] == ["Notes: question."]
         assert await context.check_tokens() is None
         await context.generate()
-        context.main.reward_turn(0.5)
+        context.reward_turn(0.5)
 
     batch = await tried(trial)
     (trajectory,) = batch.trajectories
@@ -278,12 +278,12 @@ async def test_compact_messages_that_do_not_fit_change_nothing_but_the_outcome()
 async def test_keep_room_lengths_are_the_agents_to_judge() -> None:
     async def trial(context: AgentContext) -> None:
         await context.generate()
-        room = context.main.room
-        context.main.keep_room(room - 40)
-        assert context.main.room == 40
+        room = context.room
+        context.keep_room(room - 40)
+        assert context.room == 40
         with pytest.raises(LimitExceeded):
             context.observe([{"role": "user", "content": "y" * 100}])
-        context.main.keep_room(0)
+        context.keep_room(0)
         context.observe([{"role": "user", "content": "y" * 100}])
         assert (await context.generate()).cut_by is None
 

@@ -166,7 +166,7 @@ class OutOfRoom(AgentLoop):
                 segment.observe([{"role": "user", "content": "long " * 4000}])
                 with pytest.raises(rollout.LimitExceeded, match="lengths"):
                     await segment.generate()
-        context.extra["generations"] = context.generations
+        context.extra["generations"] = context.state.generations
         for _ in range(3):
             await context.generate()
             context.observe([{"role": "user", "content": "Go on."}])

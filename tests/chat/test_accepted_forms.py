@@ -144,7 +144,7 @@ async def test_sampling_assigned_as_a_mapping_gives_fields_over_those_of_the_pro
         context.sampling = {"min_p": 0.2, "top_p": None}
         found = context.sampling
         assert (found.temperature, found.min_p, found.top_p) == (0.7, 0.2, 0.5)
-        context.main.sampling = {"greedy": True}
+        context.sampling = {"greedy": True}
         assert context.sampling.temperature == 0.0
         kept = context.sampling
         for wrong in ({"temprature": 1}, {"temperature": "hot"}, 0.5, [("top_p", 1)]):

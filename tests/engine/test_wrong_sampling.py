@@ -10,7 +10,6 @@ import pytest
 from harness import Recorder
 from race_situations import user
 from rollout import AgentContext, AgentLoop, EngineError, Outcome, Prompt, register_agent
-from rollout.agents.turn import TurnOptions
 from rollout.config import AgentConfig, SchedulingConfig
 from rollout.engine.core import SamplingParams
 from rollout.engine.cores.checks import check_sampling
@@ -41,9 +40,8 @@ class AsksWrongly(AgentLoop):
         name = context.prompt.uid
         fields = WRONG[name][0] if name in WRONG else {}
         context.sampling = msgspec.structs.replace(context.sampling, **fields)
-        options = TurnOptions(seed=1.5 if name == "seed" else 3)  # type: ignore[arg-type]
         await context.begin()
-        await context.main.generate(options)
+        await context.generate(seed=1.5 if name == "seed" else 3)
 
 
 async def test_sampling_of_a_wrong_type_fails_its_own_trajectory_and_names_the_field() -> None:

@@ -69,10 +69,10 @@ async def test_agent_that_sets_a_seed_gives_each_member_samples_of_its_own() -> 
     @register_agent("sets_a_seed")
     class SetsASeed(AgentLoop):
         async def run(self, context: AgentContext) -> None:
-            context.main.sampling = msgspec.structs.replace(context.main.sampling, seed=7)
+            context.sampling = msgspec.structs.replace(context.sampling, seed=7)
             await context.generate()
             async with context.open_segment(
-                [{"role": "user", "content": "question"}], sampling=context.main.sampling
+                [{"role": "user", "content": "question"}], sampling=context.sampling
             ) as segment:
                 await segment.generate()
 

@@ -203,7 +203,7 @@ async def subagents(context: AgentContext) -> None:
         tasks.start_soon(side.generate)
     await run_child(1)
     side.trainable = False
-    context.main.reward_turn(0.125)
+    context.reward_turn(0.125)
     context.observe([{"role": "user", "content": f"main: {helper.messages[-1].content}"}])
     await context.generate()
     context.reward, context.extra["helpers"] = 1.0, 2
@@ -261,7 +261,7 @@ async def notes(context: AgentContext) -> None:
         await child.compact([{"role": "user", "content": "Notes of the helper."}])
         await child.generate()
     await context.generate()
-    context.main.reward_turn(0.5)
+    context.reward_turn(0.5)
 
 
 async def compaction(seed: int) -> Calls:

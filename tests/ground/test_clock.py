@@ -203,7 +203,7 @@ class Parallel(AgentLoop):
             ended[name] = text, round((anyio.current_time() - began) / unit, 3)
 
         async def call(name: str) -> None:
-            (result,) = await context.main.run_tools([ToolCall(name=name, arguments={})])
+            (result,) = await context.run_tools([ToolCall(name=name, arguments={})])
             note(name, result.text)
 
         async def generate() -> None:

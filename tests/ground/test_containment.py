@@ -95,13 +95,10 @@ SPOILERS: dict[str, Callable[[Any], object]] = {
     "scores": lambda context: context.turn_scores.append("good"),
     "tool rewards": lambda context: setattr(context, "tool_rewards", None),
     "turns": lambda context: setattr(context, "user_turns", "two"),
-    "ending": lambda context: setattr(context, "ending", "completed"),
     "outcome": lambda context: context.end("finished", "because"),
     "cut": lambda context: setattr(context, "cut_by", 3),
-    "reward": lambda context: setattr(context.main, "reward", "good"),
-    "trainable": lambda context: setattr(context.main, "trainable", 1),
-    "main turns": lambda context: setattr(context.main, "user_turns", "two"),
-    "main cut": lambda context: setattr(context.main, "cut_by", 3),
+    "reward": lambda context: setattr(context, "reward", "good"),
+    "trainable": lambda context: setattr(context, "trainable", 1),
     **{
         f"shared {name}": functools.partial(spoil, name)
         for name, kind in vars(AgentContext).items()

@@ -292,7 +292,7 @@ async def test_step_that_has_used_up_its_turn_is_given_up_though_it_is_carried()
         async def run(self, context: Any) -> None:
             await context.generate()
             if context.prompt.uid == "p0":
-                with context.main.answering("the step"):
+                with context.answering("the step"):
                     while True:
                         with anyio.CancelScope(shield=True):
                             await anyio.sleep_forever()

@@ -160,7 +160,7 @@ async def test_tools_are_not_asked_for_rewards_of_an_agent_that_never_generated(
     class OnlyCalls(AgentLoop):
         async def run(self, context: AgentContext) -> None:
             await context.begin()
-            await context.main.run_tools([call])
+            await context.run_tools([call])
             if context.prompt.uid == "p1":
                 await context.generate()
 

@@ -8,8 +8,6 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from rollout.agents.conversation import Conversation
 from rollout.agents.ending import finish
 from rollout.agents.generating import answer_calls, generate_turn
@@ -17,7 +15,7 @@ from rollout.agents.history import History, Row
 from rollout.agents.prompt_sampling import replace_sampling
 from rollout.agents.rendering import check_ids
 from rollout.agents.trajectory_state import USER, TrajectoryState
-from rollout.agents.turn import DEFAULT_OPTIONS, SampledTokens, TurnOptions, answer, read_calls
+from rollout.agents.turn import SampledTokens, answer, read_calls
 from rollout.chat.drift import worst
 from rollout.chat.messages import template_messages
 from rollout.chat.trajectory import MAIN, SUBAGENT, Parent, Segment
@@ -30,17 +28,15 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
     from typing import Self
 
-    from rollout.agents.ending import Ending
     from rollout.agents.rendering import Given
     from rollout.agents.services import Services, TrajectoryGateway
-    from rollout.agents.turn import AssistantTurn
+    from rollout.agents.turn import AssistantTurn, StopStrings
     from rollout.agents.turn_log import TurnLog
     from rollout.chat.drift import Drift
     from rollout.config import AgentConfig
     from rollout.engine.core import SamplingParams
     from rollout.interactions import InteractionTurn
     from rollout.limits import Clock, Deadline
-    from rollout.observe.event_stream import EventStream
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.seeds import Identity
     from rollout.tools import ToolResult, TrajectoryTools
@@ -57,17 +53,9 @@ class AgentContext(Conversation):
 
     Attributes:
         on_tokens: Called with the `Generation` under way at each of its chunks.
-        pinned_calls: Calls of clients whose sampling `gateway.sampling` "pin" has overridden.
     """
 
-    pinned_calls = 0
-
     # The trajectory.
-
-    @property
-    def main(self) -> Self:
-        """Itself."""
-        return self
 
     @property
     def services(self) -> Services:
@@ -95,26 +83,9 @@ class AgentContext(Conversation):
         return self._state.limit.deadline
 
     @property
-    def idle_since(self) -> float:
-        """When the last generation, call or answer of a user ended, on the loop's clock."""
-        tools = self._state.used_tools
-        return max(self._state.idle_since, 0.0 if tools is None else tools.idle_since)
-
-    @property
-    def calls_under_way(self) -> Sequence[tuple[str, float]]:
-        """Calls of tools that run: name, and since when."""
-        tools = self._state.used_tools
-        return () if tools is None else tools.under_way
-
-    @property
     def tools(self) -> TrajectoryTools:
         """The trajectory's tools; of a segment's own schemas it says nothing."""
         return self._state.tools
-
-    @property
-    def used_tools(self) -> TrajectoryTools | None:
-        """The same; None where nobody has asked for them yet."""
-        return self._state.used_tools
 
     @property
     def sandbox(self) -> TrajectorySandbox:
@@ -124,11 +95,6 @@ class AgentContext(Conversation):
         be opened, ends the trajectory as failed.
         """
         return self._state.sandbox
-
-    @property
-    def used_sandbox(self) -> TrajectorySandbox | None:
-        """The same; None where nobody has used it yet."""
-        return self._state.used_sandbox
 
     @property
     def gateway(self) -> TrajectoryGateway:
@@ -150,11 +116,6 @@ class AgentContext(Conversation):
         return self.is_main and self._state.user_name is not None
 
     @property
-    def events(self) -> EventStream:
-        """Takes what happens to those who want to know."""
-        return self.services.events
-
-    @property
     def extra(self) -> dict[str, Any]:
         """Becomes the trajectory's `extra`; tools, users and rewards see it too."""
         return self._state.extra
@@ -168,56 +129,6 @@ class AgentContext(Conversation):
     def tool_rewards(self) -> list[float]:
         """What the tools gave."""
         return self._state.tool_rewards
-
-    @property
-    def ending(self) -> Ending | None:
-        """The outcome, where it is settled already."""
-        return self._state.ending
-
-    @property
-    def generations(self) -> int:
-        """Turns of the model, over all conversations, with those under way."""
-        return self._state.generations
-
-    @property
-    def generation_s(self) -> float:
-        """Seconds spent waiting for engines, queueing included."""
-        return self._state.generation_s
-
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens that engines had in their cache."""
-        return self._state.cached_tokens
-
-    @property
-    def resumes(self) -> int:
-        """How often a generation continued elsewhere because its replica was lost."""
-        return self._state.resumes
-
-    @property
-    def restarts(self) -> list[str]:
-        """Why generations began again then, each time one did."""
-        return self._state.restarts
-
-    @property
-    def discarded_tokens(self) -> int:
-        """Tokens that were dropped by that."""
-        return self._state.discarded_tokens
-
-    @property
-    def cut_prompt_tokens(self) -> int:
-        """Tokens that the prompt has lost, to fit; see `lengths.overlong_prompts`."""
-        return self._state.cut_prompt_tokens
-
-    @property
-    def sampled_placeholders(self) -> int:
-        """Turns that ended before a placeholder of an image or a video that was sampled."""
-        return self._state.sampled_placeholders
-
-    @property
-    def truncated_tokens(self) -> int:
-        """Sampled tokens of training rows that top_k, top_p or min_p were set for."""
-        return self._state.truncated_tokens
 
     def end(
         self, outcome: Outcome | str, reason: str = "", *, limit_source: str | None = None
@@ -244,17 +155,15 @@ class AgentContext(Conversation):
 
     # What the model and its tools do.
 
-    async def generate(
-        self, options: TurnOptions = DEFAULT_OPTIONS, **sampling: Any
-    ) -> AssistantTurn:
+    async def generate(self, *, stop: StopStrings | None = None, **sampling: Any) -> AssistantTurn:
         """Have the model generate; its tokens are in the transcript then, also when cut short.
 
         It begins the trajectory where nobody has.
 
         Args:
-            options: What is particular to this turn.
+            stop: Ends the turn before the model does.
             sampling: Fields of `sampling` that differ in this turn, such as ``temperature=0.2``;
-                None says nothing.
+                None says nothing. A `seed` takes the place of the turn's own.
 
         Raises:
             LimitExceeded: A length leaves no room for a token, `agent.max_assistant_turns` is
@@ -265,14 +174,12 @@ class AgentContext(Conversation):
         if not self.transcript:
             await self.begin()
         self._check_idle("generate")
+        drawn = self._sampling
         if sampling:
-            base = options.sampling or self._sampling
-            drawn = replace_sampling(base, sampling, self._state.services)
-            seed = options.seed if sampling.get("seed") is None else drawn.seed
-            options = msgspec.structs.replace(options, sampling=drawn, seed=seed)
+            drawn = replace_sampling(drawn, sampling, self._state.services)
         with self._noting_limits():
             self._state.check_turns()
-            return await generate_turn(self, options)
+            return await generate_turn(self, drawn, sampling.get("seed"), stop)
 
     async def generate_ids(
         self,
@@ -297,8 +204,9 @@ class AgentContext(Conversation):
         if not self.transcript:
             await self.begin(ids=prompt_ids)
         self._check_idle("generate_ids")
-        state = self._state
-        drawn = None if sampling is None else state.read_sampling("generate_ids", sampling)
+        state, drawn = self._state, self._sampling
+        if sampling is not None:
+            drawn = state.read_sampling("generate_ids", sampling)
         self.check_turns()
         await self._settle()
         vocab_size, known = state.services.engines.info.vocab_size, self.transcript.prefix
@@ -312,7 +220,8 @@ class AgentContext(Conversation):
             is_answer = self._history.unanswered_ids is not None
             self._observe_ids(ids[length:])
             self._user_turns += is_answer
-        await self.generate(TurnOptions(sampling=drawn))
+        with self._noting_limits():
+            await generate_turn(self, drawn)
         *_, span = self.transcript.generated_spans()
         return SampledTokens(
             ids=self.transcript.span_ids(span),
@@ -418,8 +327,8 @@ class AgentContext(Conversation):
             messages = list(template_messages(self.messages))
             turn = await contain(USER, partial(state.user.respond, messages))
         state.idle_since = now = state.clock()
-        if self.events.is_on:
-            events, number = self.events, self.identity.number
+        if self.services.events.is_on:
+            events, number = self.services.events, self.identity.number
             at = events.since_start(now)
             event = UserEnded(at=at, trajectory=number, began=events.since_start(began))
             events.tell_event(number, event)

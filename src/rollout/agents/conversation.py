@@ -81,6 +81,11 @@ class Conversation:
         return not self._identity.path
 
     @property
+    def state(self) -> TrajectoryState:
+        """What all conversations of its trajectory share, with its figures so far."""
+        return self._state
+
+    @property
     def transcript(self) -> Transcript:
         """The exact tokens so far; those of the last row, where the history is rendered again."""
         return self._history.transcript

@@ -11,7 +11,6 @@ from rollout.agents.ending import Ending
 from rollout.agents.prompt_sampling import warn_of_truncation
 from rollout.agents.rendering import NO_ROOM_AGAIN, make_length_error
 from rollout.agents.turn_log import make_calls_question
-from rollout.engine.cores.checks import check_sampling
 from rollout.engine.pool.generation import Generation
 from rollout.errors import EngineError
 from rollout.observe.events import TurnEnded, TurnStarted
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from rollout.agents.conversation import Conversation
-    from rollout.agents.turn import AssistantTurn, TurnOptions
+    from rollout.agents.turn import AssistantTurn, StopStrings
     from rollout.engine.core import FinishReason, SamplingParams
     from rollout.limits import Limit
     from rollout.types import InvalidToolCall, ToolCall
@@ -32,22 +31,32 @@ if TYPE_CHECKING:
     Calls = Sequence[ToolCall | InvalidToolCall]
 
 
-async def generate_turn(conversation: Conversation, options: TurnOptions) -> AssistantTurn:
+async def generate_turn(
+    conversation: Conversation,
+    sampling: SamplingParams,
+    seed: int | None = None,
+    stop: StopStrings | None = None,
+) -> AssistantTurn:
     """Have the engines continue a conversation; append what they sampled, and parse it.
 
     Whatever ends the wait, a limit, a failure or a cancellation, the tokens that have arrived are
     in the transcript. See `AgentContext.generate`.
+
+    Args:
+        sampling: Of this turn.
+        seed: In place of that which derives from the conversation and the turn.
+        stop: Ends it before the model does.
     """
     state, number = conversation._state, conversation._assistant_turns
-    seed, is_seeded = options.seed, options.seed is not None
+    is_seeded = seed is not None
     if seed is None:
         seed = conversation._identity.seed_of_turn(number)
-    readers = (*conversation.on_tokens, *(() if options.stop is None else (options.stop,)))
+    readers = (*conversation.on_tokens, *(() if stop is None else (stop,)))
     generation = conversation._generation = Generation(readers, is_seeded=is_seeded)
     state.generations += 1  # now, since several conversations may generate at once
     try:
         await conversation._settle()
-        is_noted = await _sample(conversation, options, generation, seed)
+        is_noted = await _sample(conversation, sampling, generation, seed, stop)
         reader = conversation._renderer.reader
         turn = conversation._history.end_turn(reader, conversation._cut_by)
         if is_noted:
@@ -62,13 +71,17 @@ async def generate_turn(conversation: Conversation, options: TurnOptions) -> Ass
 
 
 async def _sample(
-    conversation: Conversation, options: TurnOptions, generation: Generation, seed: int
+    conversation: Conversation,
+    sampling: SamplingParams,
+    generation: Generation,
+    seed: int,
+    stop: StopStrings | None,
 ) -> bool:
     """Fill a generation, by an engine or from the log, and append what has arrived.
 
     Returns whether to wait until the log has it.
     """
-    state, stop, is_noted, is_whole = conversation._state, options.stop, False, False
+    state, is_noted, is_whole = conversation._state, False, False
     started = state.clock()
     _emit_turn_started(conversation, started)
     conversation._turn_began = state.limit.own_time()
@@ -77,7 +90,7 @@ async def _sample(
         with limit, nullcontext() if stop is None else stop.scope:
             if conversation.history != "append_only":
                 await _render_again(conversation)
-            sampling = _draw_sampling(conversation, options, generation, seed)
+            sampling = _bound_sampling(conversation, sampling, generation, seed)
             log, prefix, recalled_s = state.log, conversation.transcript.prefix, None
             if log is not None and log.has_answers:
                 recalled_s = await log.recall_turn(prefix, seed, generation)
@@ -174,18 +187,15 @@ def _open_limit(conversation: Conversation) -> Limit:
     return state.limit.open(generation_s, "limits.generation_s")
 
 
-def _draw_sampling(
-    conversation: Conversation, options: TurnOptions, generation: Generation, seed: int
+def _bound_sampling(
+    conversation: Conversation, sampling: SamplingParams, generation: Generation, seed: int
 ) -> SamplingParams:
     """The sampling of a turn in the engine's terms; its generation knows the length that bounds it.
 
     Raises:
         LimitExceeded: Not one token fits.
-        EngineError: The options have what no sampling has.
     """
-    state, sampling = conversation._state, options.sampling or conversation._sampling
-    if options.sampling is not None:
-        check_sampling(sampling)
+    state = conversation._state
     most, generation.bounded_by = conversation._find_room()
     if most < 1:
         raise make_length_error(generation.bounded_by, "there is no room for another token")
@@ -198,8 +208,6 @@ def _draw_sampling(
     if sampling.stop_token_ids:
         stops = tuple(sorted({*sampling.stop_token_ids, *stops}))
     drawn = msgspec.structs.replace(sampling, max_new_tokens=most, seed=seed, stop_token_ids=stops)
-    if options.seed is not None:
-        check_sampling(drawn)
     is_bent = drawn.temperature and (drawn.top_k, drawn.top_p, drawn.min_p) != (-1, 1.0, 0.0)
     if is_bent and conversation._trainable is not False and not state.identity.validate:
         generation.is_truncated = True

@@ -73,7 +73,7 @@ def has_reached_turn_limit(context: AgentContext) -> bool:
     """Settle the outcome where the turns are used up and the model wanted to continue."""
     config = context.config
     counts = (
-        (context.generations, config.max_assistant_turns, "agent.max_assistant_turns"),
+        (context.state.generations, config.max_assistant_turns, "agent.max_assistant_turns"),
         (context.user_turns, config.max_user_turns, "agent.max_user_turns"),
     )
     for count, most, source in counts:

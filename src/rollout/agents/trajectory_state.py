@@ -55,9 +55,18 @@ class TrajectoryState:
         user: That one, from the beginning of the trajectory to its close.
         idle_since: When its last generation, or its last user's answer, ended; 0 before.
         is_over: Whether its agent has ended, and its tools were closed.
-        extra, reward, turn_scores, tool_rewards, ending, generations, generation_s, cached_tokens,
-            resumes, restarts, discarded_tokens, cut_prompt_tokens, sampled_placeholders,
-            truncated_tokens: As in `AgentContext`.
+        extra, reward, turn_scores, tool_rewards: As in `AgentContext`.
+        ending: The outcome, where it is settled already.
+        generations: Turns of the model, over all conversations, with those under way.
+        generation_s: Seconds spent waiting for engines, queueing included.
+        cached_tokens: Prompt tokens that engines had in their cache.
+        resumes: How often a generation continued elsewhere because its replica was lost.
+        restarts: Why generations began again then, each time one did.
+        discarded_tokens: Tokens that were dropped by that.
+        cut_prompt_tokens: Tokens that the prompt has lost, to fit; see `lengths.overlong_prompts`.
+        sampled_placeholders: Turns that ended before a sampled placeholder of an image or a video.
+        truncated_tokens: Sampled tokens of training rows that top_k, top_p or min_p were set for.
+        pinned_calls: Calls of clients whose sampling `gateway.sampling` "pin" has overridden.
     """
 
     def __init__(
@@ -77,6 +86,7 @@ class TrajectoryState:
         self.ending: Ending | None = None
         self.generations = self.cached_tokens = self.resumes = self.discarded_tokens = 0
         self.cut_prompt_tokens = self.sampled_placeholders = self.truncated_tokens = 0
+        self.pinned_calls = 0
         self.restarts: list[str] = []
         self.generation_s = self.idle_since = 0.0
         self.config = services.config.agent
@@ -125,6 +135,11 @@ class TrajectoryState:
     def used_tools(self) -> TrajectoryTools | None:
         """The same; None where nobody has asked for them yet."""
         return vars(self).get("tools")
+
+    def find_idle_since(self) -> float:
+        """When the last generation, call or answer of a user ended, on the loop's clock."""
+        tools = self.used_tools
+        return max(self.idle_since, 0.0 if tools is None else tools.idle_since)
 
     @cached_property
     def sandbox(self) -> TrajectorySandbox:

@@ -12,7 +12,6 @@ import msgspec
 
 from rollout.chat.messages import read_tool_call
 from rollout.chat.parsers.registry import END_TOKENS
-from rollout.engine.core import SamplingParams
 from rollout.errors import AgentError, TemplateError
 from rollout.types import InvalidToolCall, Message, ToolCall
 from rollout.utf8 import encodable
@@ -27,23 +26,6 @@ if TYPE_CHECKING:
 _CALL = "expected {'name': …, 'arguments': …}, or OpenAI's form of a call"
 #: Keys of a call beside its arguments.
 _BESIDE_ARGUMENTS = frozenset(("name", "id", "type", "index"))
-
-
-class TurnOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How one turn is generated.
-
-    Attributes:
-        sampling: In place of `Conversation.sampling`.
-        seed: In place of that which derives from the conversation and the turn.
-        stop: Ends it before the model does.
-    """
-
-    sampling: SamplingParams | None = None
-    seed: int | None = None
-    stop: StopStrings | None = None
-
-
-DEFAULT_OPTIONS = TurnOptions()
 
 
 class StopStrings:

@@ -83,11 +83,11 @@ class Rows:
         """The conversation from its beginning."""
         context, call = self._context, request.call
         messages: Any = await prepare_conversation(context.services, request)
-        if not context.main.transcript and not call.is_side and call.agent_id is None:
-            await context.main.begin_with(messages, tools=call.tools)
-            return context.main
+        if not context.transcript and not call.is_side and call.agent_id is None:
+            await context.begin_with(messages, tools=call.tools)
+            return context
         purpose = self._begin_row(request, SUBAGENT if call.agent_id is not None else BRANCH)
-        parent = context.main if request.turn is None else request.turn.conversation
+        parent = context if request.turn is None else request.turn.conversation
         opened = await parent.subagent(messages, purpose=purpose, tools=call.tools)
         return self._note_row(opened, request)
 

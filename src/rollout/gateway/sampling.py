@@ -59,7 +59,7 @@ def sample_call(
         message = f'{name} = {value!r}: {expected}, since gateway.sampling is "refuse"'
         raise GatewayError(400, "invalid_request", message, name)
     if differing and policy == "pin":
-        context.pinned_calls += 1
+        context.state.pinned_calls += 1
         allowed = {name: value for name, value in call.sampling.items() if name not in differing}
         call = msgspec.structs.replace(call, sampling=allowed, seed=None)
     overrides = context.prompt.sampling, call.sampling

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 
 from rollout.agents.long_texts import is_long, room_beside, run_text
-from rollout.agents.turn import StopStrings, TurnOptions
+from rollout.agents.turn import StopStrings
 from rollout.bridge import wait_future
 from rollout.engine.pool.generation import Generation
 from rollout.errors import AgentError, EngineError, LimitExceeded, TemplateError
@@ -72,7 +72,7 @@ class _Sample:
         conversation.on_tokens = [generations.append]
         stop = StopStrings(call.stop, renderer.reader.template.decode) if call.stop else None
         try:
-            turn = await conversation.generate(TurnOptions(seed=self._seed, stop=stop))
+            turn = await conversation.generate(stop=stop, seed=self._seed)
         finally:
             conversation.on_tokens = []
         await conversation.wait_written()  # a resumed program gets the same again
@@ -161,7 +161,7 @@ class GatewaySession:
         self._siblings = Counter[tuple[int, int]]()
         self._answered: set[AgentContext] = set()
         self._cut: set[AgentContext] = set()
-        context.main.history = "append_only"  # clients render nothing
+        context.history = "append_only"  # clients render nothing
 
     def exclude_unread_rows(self) -> None:
         """Rows that have no whole answer, since all clients left, are not trained on."""
@@ -239,7 +239,7 @@ class GatewaySession:
     def _check_open(self) -> None:
         if self.failure is not None:
             raise refuse_ended()
-        ending = self._context.ending
+        ending = self._context.state.ending
         if ending is not None:
             raise refuse_ended(f"the trajectory has ended: {ending.outcome} ({ending.reason})")
 
@@ -312,7 +312,7 @@ class GatewaySession:
             message = f"{source} = {most}: as many requests have generated"
             raise GatewayError(403, "limit", message)
         for number in range(call.n):
-            self._context.main.check_turns()  # before a row is opened for it
+            self._context.check_turns()  # before a row is opened for it
             conversation = await self._rows.open_turn(request)
             samples.append(_Sample(conversation, *self._seed(conversation, call, number)))
             self._calls += number == 0

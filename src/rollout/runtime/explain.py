@@ -74,7 +74,7 @@ def _member_waits(
         started = scope.started
         asked = sorted(requests.get(identity.session_id, ()), key=lambda wait: wait.path)
         waits += [*asked, *_agent_waits(scope, now)]
-        sandbox = scope.context.used_sandbox
+        sandbox = scope.context.state.used_sandbox
         waits = waits or [_own_code_wait(scope, now)]
         if began is not None and all(wait.kind == "held" for wait in waits):
             started, waits = None, [Wait("place", now - began)]  # it continues once it has one
@@ -99,10 +99,11 @@ def _member_waits(
 
 def _agent_waits(run: TrajectoryRun, now: float) -> Iterator[Wait]:
     """What it waits for beside engines."""
-    sandbox = run.context.used_sandbox
+    sandbox = run.context.state.used_sandbox
     if sandbox is not None and sandbox.opens_since is not None:
         yield Wait("sandbox", now - sandbox.opens_since)
-    calls = run.context.calls_under_way
+    tools = run.context.state.used_tools
+    calls = () if tools is None else tools.under_way
     for name, since in calls:
         yield Wait("tool", now - since, repr(name))
     for code in run.code.find_inner():
@@ -113,7 +114,7 @@ def _agent_waits(run: TrajectoryRun, now: float) -> Iterator[Wait]:
 
 
 def _own_code_wait(run: TrajectoryRun, now: float) -> Wait:
-    since = max(run.started, run.context.idle_since)
+    since = max(run.started, run.context.state.find_idle_since())
     place = run.code.place()
     return Wait("code", now - since, run.what, note=f"at {place}" if place else "")
 

@@ -66,7 +66,7 @@ class TokenizationCheck:
     def _is_chosen(self, context: AgentContext) -> bool:
         if self._mode != "sample":
             return self._mode != "off"
-        tools = context.used_tools
+        tools = context.state.used_tools
         kind = context.assistant_turns > 1, tools is not None and tools.calls > 0
         self._seen += 1
         self._of_kind[kind] += 1

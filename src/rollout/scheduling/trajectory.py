@@ -117,7 +117,7 @@ class TrajectoryRun:
     @property
     def tokens(self) -> int:
         """Tokens sampled in this attempt."""
-        return sum(each.sampled_tokens for each in self.context.main.all())
+        return sum(each.sampled_tokens for each in self.context.all())
 
     def cancel(self) -> None:
         """Cancel the agent."""
@@ -126,9 +126,9 @@ class TrajectoryRun:
     def begin_again(self) -> None:
         """Begin another attempt, from the start; the tokens of this one are discarded."""
         context = self.context
-        self.discarded_tokens += context.discarded_tokens + self.tokens
-        self.resumes += context.resumes
-        self.restarts += tuple(context.restarts)
+        self.discarded_tokens += context.state.discarded_tokens + self.tokens
+        self.resumes += context.state.resumes
+        self.restarts += tuple(context.state.restarts)
         self.calls = _count_calls(self)
         self.attempt += 1
         self.cause, self.stuck = None, ()
@@ -178,7 +178,7 @@ async def run_trajectory(runner: TrajectoryRunner, run: TrajectoryRun) -> Trajec
             _add_times(run, trajectory)
             return trajectory
         finally:
-            run.clock.limit_carry, sandbox = None, run.context.used_sandbox
+            run.clock.limit_carry, sandbox = None, run.context.state.used_sandbox
             del run.context  # it may be long until somebody takes the trajectory
             if sandbox is not None and sandbox.was_used:
                 await sandbox.close()
@@ -248,8 +248,8 @@ async def _run_agent(services: Services, run: TrajectoryRun, agent: Registered) 
 
 
 async def _agent_task(agent: Registered, context: AgentContext) -> None:
-    if context.events.is_on:
-        enter_trajectory(context.events, context.identity.number)
+    if context.services.events.is_on:
+        enter_trajectory(context.services.events, context.identity.number)
     loop = make_agent(agent)
     try:
         if context.services.tools.opens_first:
@@ -280,7 +280,7 @@ def _settle_failure(context: AgentContext, error: BaseException) -> Cause | None
     if isinstance(leaf, LimitExceeded):
         context.end(leaf.outcome, leaf.reason, limit_source=leaf.source)
         return None
-    if context.ending is not None or isinstance(leaf, UnresponsiveError):
+    if context.state.ending is not None or isinstance(leaf, UnresponsiveError):
         return None  # the agent raised its own error for a limit that fired, or was stopped
     if isinstance(leaf, RejectedPrompt):
         context.end(Outcome.REJECTED, leaf.reason)
@@ -304,12 +304,12 @@ def _decide_outcome(run: TrajectoryRun) -> tuple[Ending, Cause | None]:
     has_swallowed = run.code.scope.cancel_called and error is None
     if run.code.was_cancelled or has_swallowed:
         return _decide_cancelled(run), None
-    sandbox = context.used_sandbox
+    sandbox = context.state.used_sandbox
     if sandbox is not None and sandbox.failure is not None:
         kind, message = type(sandbox.failure).__qualname__, str(sandbox.failure)
         return Ending(outcome=Outcome.FAILED, reason=SANDBOX), Cause(type=kind, message=message)
-    if context.ending is not None:
-        return context.ending, run.cause
+    if context.state.ending is not None:
+        return context.state.ending, run.cause
     last = None
     if context.cut_by is not None:
         for span in context.transcript.generated_spans():
@@ -331,7 +331,7 @@ def _decide_cancelled(run: TrajectoryRun) -> Ending:
 
 def _runs_again(services: Services, run: TrajectoryRun, ending: Ending) -> bool:
     """Whether the member gets another attempt."""
-    sandbox = run.context.used_sandbox
+    sandbox = run.context.state.used_sandbox
     has_lost_sandbox = sandbox is not None and isinstance(sandbox.failure, SandboxLost)
     is_lost = ending.reason == ENGINE or (ending.reason == SANDBOX and has_lost_sandbox)
     is_lost = is_lost and ending.outcome is Outcome.FAILED  # the reason of a cancellation is free
@@ -345,7 +345,7 @@ def _make_trajectory(run: TrajectoryRun, ending: Ending, cause: Cause | None) ->
     """
     identity, context = run.member.identity, run.context
     run.member.prompt = context.prompt  # as the agent saw it
-    restarts = [*run.restarts, *context.restarts]
+    restarts = [*run.restarts, *context.state.restarts]
     if restarts:
         context.extra["restarts"] = restarts
     trajectory = Trajectory(
@@ -362,8 +362,8 @@ def _make_trajectory(run: TrajectoryRun, ending: Ending, cause: Cause | None) ->
         extra=context.extra,
         prompt=run.member.prompt,
         messages=context.messages,
-        history=context.main.history,
-        segments=list_segments(context.main.all()),
+        history=context.history,
+        segments=list_segments(context.all()),
     )
     try:
         trajectory.turn_scores = _check_numbers("turn_scores", context.turn_scores)
@@ -382,7 +382,7 @@ def _check_numbers(name: str, values: list[Any]) -> list[float]:
 
 def _count_calls(run: TrajectoryRun) -> dict[str, float]:
     """Sum the calls of all attempts so far; of ``tool/TOOL/seconds_max``, take the maximum."""
-    tools, calls = run.context.used_tools, dict[str, float](tool_calls=0, tool_errors=0)
+    tools, calls = run.context.state.used_tools, dict[str, float](tool_calls=0, tool_errors=0)
     if tools is not None:
         tools.abandon()  # calls of code that was stopped will not end
         calls |= {"tool_calls": tools.calls, "tool_errors": tools.errors, **tools.counts}
@@ -393,18 +393,18 @@ def _count_calls(run: TrajectoryRun) -> dict[str, float]:
 
 
 def _metrics(run: TrajectoryRun, restarts: int) -> dict[str, float]:
-    context, tools = run.context, run.context.used_tools
+    context, tools = run.context, run.context.state.used_tools
     rare = ("cut_prompt_tokens", "sampled_placeholders", "truncated_tokens", "pinned_calls")
     return {
-        "generation_s": context.generation_s,
+        "generation_s": context.state.generation_s,
         "tool_s": 0.0 if tools is None else tools.seconds,
         **_count_calls(run),
-        "cached_tokens": context.cached_tokens,
-        **{name: value for name in rare if (value := getattr(context, name))},
+        "cached_tokens": context.state.cached_tokens,
+        **{name: value for name in rare if (value := getattr(context.state, name))},
         **({} if tools is None else tools.metrics),
         "attempts": run.attempt,
-        "discarded_tokens": run.discarded_tokens + context.discarded_tokens,
-        "resumes": run.resumes + context.resumes,
+        "discarded_tokens": run.discarded_tokens + context.state.discarded_tokens,
+        "resumes": run.resumes + context.state.resumes,
         "restarts": restarts,
     }
 
@@ -425,7 +425,7 @@ async def _reward(runner: TrajectoryRunner, run: TrajectoryRun, trajectory: Traj
 
 
 def _add_times(run: TrajectoryRun, trajectory: Trajectory) -> None:
-    sandbox, ended = run.context.used_sandbox, run.member.concluding_since
+    sandbox, ended = run.context.state.used_sandbox, run.member.concluding_since
     if sandbox is not None and sandbox.opened:
         trajectory.metrics["sandboxes"] = sandbox.opened
         trajectory.metrics["sandbox_wait_s"] = sandbox.wait_s

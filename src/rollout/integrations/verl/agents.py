@@ -36,7 +36,7 @@ class VerlToolAgent(ToolAgent):
 
     async def call_tools(self, context: AgentContext, turn: AssistantTurn) -> list[ToolResult]:
         """Run a turn's calls and append their answers."""
-        conversation, row = context.main, row_of(context)
+        conversation, row = context, row_of(context)
         results = await conversation.run_tools(turn.calls)
         ran = results[: context.config.max_parallel_calls]
         row.tool_rewards += [each.reward or 0.0 for each in ran]

@@ -173,7 +173,7 @@ class HostedClient:
 
     async def _conversation_of(self, ids: array[int]) -> AgentContext:
         """The conversation that these ids continue: the longest one that is idle, or a new one."""
-        main = self._context.main
+        main = self._context
         if not main.transcript:
             await self._context.begin(ids=ids)
             return main
