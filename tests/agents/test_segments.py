@@ -431,7 +431,7 @@ async def test_branch_that_is_told_what_does_not_fit_is_not_opened() -> None:
         branch = await context.branch(messages=says("another way"))
         assert branch.user_turns == 1
         await branch.generate()
-        assert len(context.opened) == 1
+        assert len(list(context.all())) == 2
 
     trajectory = await tried(trial)
     assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)

@@ -430,7 +430,7 @@ def _list_schemas(
 
 def list_segments(conversations: Iterable[AgentContext]) -> list[Segment]:
     """The tree of their rows; each conversation comes after the one that it departs from."""
-    rows = [(each, row) for each in conversations for row in each.rows]
+    rows = [(each, row) for each in conversations for row in each._history.rows]
     positions = {id(row): at for at, (_, row) in enumerate(rows)}
     return [
         Segment(

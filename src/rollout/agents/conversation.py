@@ -91,11 +91,6 @@ class Conversation:
         return self._history.transcript
 
     @property
-    def rows(self) -> Sequence[Row]:
-        """Its rows in order; one, unless its history was rendered again."""
-        return self._history.rows
-
-    @property
     def messages(self) -> Messages:
         """The conversation so far."""
         return self._history.messages
@@ -134,7 +129,7 @@ class Conversation:
     def sampled_tokens(self) -> int:
         """Tokens that the model has sampled in it, with those of a generation under way."""
         under_way = 0 if self._generation is None else self._generation.count
-        return under_way + sum(row.transcript.generated_length for row in self.rows)
+        return under_way + sum(row.transcript.generated_length for row in self._history.rows)
 
     @property
     def cut_by(self) -> str | None:
@@ -249,7 +244,7 @@ class Conversation:
             LimitExceeded: They are more than fits; nothing has begun.
             AgentError: They cannot be rendered, or it has begun.
         """
-        row, renderer = self.rows[0], self._find_renderer(tools)
+        row, renderer = self._history.rows[0], self._find_renderer(tools)
         rendered = await renderer.render_opening("begin_with", messages)
         if self.transcript and (self.is_main or row.seeds):
             raise AgentError(f"begin_with: {self.session_id} has begun already")
@@ -258,11 +253,6 @@ class Conversation:
         self._renderer, self._history = renderer, History(row, renderer.reader)
         self._history.begin(rendered, renderer.prompt_room)
         self._ends_at_lengths = False
-
-    @property
-    def opened(self) -> Sequence[Self]:
-        """The conversations opened from it, in their order."""
-        return tuple(self._opened)
 
     def all(self) -> Iterator[Self]:
         """It and those opened from it, each before its own, in the order of their opening."""
@@ -303,7 +293,7 @@ class Conversation:
             self._check_idle("branch")
             await self._settle()
         position = len(self.transcript) if position is None else position
-        history = self._history.fork(position, purpose, self._renderer.reader)
+        history = self._history.fork(position, purpose)
         opened = self._make(history, identity, self._renderer, self._group_id or self._session_id)
         if messages is not None:
             await opened.answer(messages, is_ordered=is_ordered)
@@ -354,7 +344,7 @@ class Conversation:
     def _open_beside(
         self, rendered: Rendered, purpose: str, identity: Identity, renderer: Renderer
     ) -> Self:
-        parent, end = self.rows[-1], len(self.transcript)
+        parent, end = self._history.rows[-1], len(self.transcript)
         position = find_departure(parent, rendered.ids, purpose, end)
         history = History(Row(Transcript(), purpose, parent, position), renderer.reader)
         history.begin(rendered, renderer.prompt_room)
@@ -496,7 +486,7 @@ class Conversation:
     def _end_turn(self) -> None:
         """End a turn that a branch was to continue: it is what there is of it."""
         if self._history.turn_start is not None:
-            self._history.end_turn(self._renderer.reader, self._cut_by)
+            self._history.end_turn(self._cut_by)
 
     def _order(self, messages: Given, *, is_checked: bool = True) -> Given:
         """The messages with results of tools in the order of the calls of the turn before them.
@@ -598,8 +588,3 @@ class Conversation:
         """
         turn_s = None if self._turn_began is None else self._state.services.config.limits.turn_s
         return self._state.limit.open(turn_s, "limits.turn_s", since=self._turn_began)
-
-    async def wait_written(self) -> None:
-        """Wait until a journal, where there is one, has the last turn."""
-        if self._state.log is not None:
-            await self._state.log.wait_written()

@@ -57,11 +57,10 @@ async def generate_turn(
     try:
         await conversation._settle()
         is_noted = await _sample(conversation, sampling, generation, seed, stop)
-        reader = conversation._renderer.reader
-        turn = conversation._history.end_turn(reader, conversation._cut_by)
-        if is_noted:
-            await conversation.wait_written()
-        if reader.schemas:  # tools could be called
+        turn = conversation._history.end_turn(conversation._cut_by)
+        if is_noted and state.log is not None:
+            await state.log.wait_written()
+        if conversation._renderer.reader.schemas:  # tools could be called
             state.services.tally.turns_with_tools += 1
             state.services.tally.turns_with_calls += bool(turn.calls)
         return turn

@@ -112,9 +112,9 @@ class History:
 
     def __init__(self, row: Row, reader: TurnReader) -> None:
         self.rows, self.transcript = [row], row.transcript
-        self._decode = reader.template.decode
+        self._reader = reader
         self._added: list[Message] = []
-        self.messages = Messages(self._added, self._decode)
+        self.messages = Messages(self._added, reader.template.decode)
         self.turns: dict[int, Mark] = {}
         self.in_reasoning = self.has_raw_ids = False
         self.turn_start: int | None = None
@@ -148,9 +148,9 @@ class History:
 
     def decode_turns(self) -> dict[int, str]:
         """The text that the model sampled, by position in `messages`."""
-        piece = self.transcript.prefix.slice
+        piece, decode = self.transcript.prefix.slice, self._reader.template.decode
         return {
-            at: self._decode(piece(turn.turn_start or 0, turn.position))
+            at: decode(piece(turn.turn_start or 0, turn.position))
             for at, turn in self.turns.items()
         }
 
@@ -183,13 +183,13 @@ class History:
             transcript.append_routed_experts(experts)
         self.rows[-1].seeds.append(seed)
 
-    def end_turn(self, reader: TurnReader, cut_by: str | None) -> AssistantTurn:
+    def end_turn(self, cut_by: str | None) -> AssistantTurn:
         """Parse the turn at the end and add its message; one that cannot be parsed is in none."""
         assert self.turn_start is not None
         start, self.turn_start, reasoning = self.turn_start, None, None
         try:
             ids = self.transcript.prefix.slice(start)
-            turn = reader.read_ids(ids, cut_by, in_reasoning=self.in_reasoning)
+            turn = self._reader.read_ids(ids, cut_by, in_reasoning=self.in_reasoning)
             self._added.append(make_message(turn))
             reasoning = turn.reasoning
         finally:
@@ -243,7 +243,7 @@ class History:
             row.messages = self.messages if row.messages is None else row.messages
         self._open_row(rendered.ids, Transcript())
         self._added, self.turns = [], {}
-        self.messages = Messages(self._added, self._decode)
+        self.messages = Messages(self._added, self._reader.template.decode)
         self.begin(rendered, prompt_room)
 
     def _open_row(self, ids: Sequence[int], transcript: Transcript) -> None:
@@ -259,7 +259,7 @@ class History:
             row.token_rewards[last] = row.token_rewards.get(last, 0.0) + value
         return bool(row.seeds)
 
-    def fork(self, position: Any, purpose: str, reader: TurnReader) -> History:
+    def fork(self, position: Any, purpose: str) -> History:
         """One that begins with the first `position` tokens of the last row, as context.
 
         Raises:
@@ -280,7 +280,7 @@ class History:
             )
         mark = marks[-1]
         row = Row(self.transcript.fork(position), purpose, self.rows[-1], position)
-        forked = History(row, reader)
+        forked = History(row, self._reader)
         forked._marks, forked.in_reasoning = marks, mark.in_reasoning
         forked.has_raw_ids = self.has_raw_ids
         forked._added += self._added[: mark.messages]

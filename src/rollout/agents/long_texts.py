@@ -15,9 +15,6 @@ T = TypeVar("T")
 
 #: A message, or part of one, takes as long as so many characters at least.
 _OVERHEAD = 16
-_TEXTS = (str, bytes, bytearray)
-#: Types of which a false value holds no text.
-_NOTHING = frozenset((type(None), tuple, list, dict))
 #: By what threads that were left behind are counted.
 NAME = "rollout.chat"
 
@@ -50,19 +47,12 @@ def room_beside(value: object, room: int = LONG) -> int:
     waiting = [value]
     while waiting and room >= 0:
         item = waiting.pop()
-        if isinstance(item, _TEXTS):
+        if isinstance(item, str | bytes | bytearray):
             room -= len(item)
             continue
         room -= _OVERHEAD
         if isinstance(item, msgspec.Struct):
-            for each in msgspec.structs.astuple(item):
-                if type(each) is str:
-                    room -= len(each)
-                elif type(each) not in _NOTHING or each:
-                    waiting.append(each)
-        elif type(item) is list:
-            room -= _OVERHEAD * len(item)
-            waiting += item if room >= 0 else ()
+            waiting += (each for each in msgspec.structs.astuple(item) if each is not None)
         elif isinstance(item, Collection) and getattr(item, "shape", None) != ():
             room -= _OVERHEAD * len(item)
             if room >= 0:

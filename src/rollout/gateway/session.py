@@ -75,7 +75,8 @@ class _Sample:
             turn = await conversation.generate(stop=stop, seed=self._seed)
         finally:
             conversation.on_tokens = []
-        await conversation.wait_written()  # a resumed program gets the same again
+        if conversation.state.log is not None:  # a resumed program gets the same again
+            await conversation.state.log.wait_written()
         if stop is not None and stop.found is not None:
             text, in_reasoning = stop.before(turn.text), conversation.in_reasoning
             turn = renderer.reader.read_text(text, None, in_reasoning=in_reasoning)
