@@ -12,7 +12,7 @@ from rollout.agents.conversation import Conversation
 from rollout.agents.ending import finish
 from rollout.agents.generating import answer_calls, generate_turn
 from rollout.agents.history import History, Row
-from rollout.agents.prompt_sampling import replace_sampling
+from rollout.agents.prompt_sampling import read_sampling
 from rollout.agents.rendering import check_ids
 from rollout.agents.trajectory_state import USER, TrajectoryState
 from rollout.agents.turn import SampledTokens, answer, read_calls
@@ -155,13 +155,15 @@ class AgentContext(Conversation):
 
     # What the model and its tools do.
 
-    async def generate(self, *, stop: StopStrings | None = None, **sampling: Any) -> AssistantTurn:
+    async def generate(
+        self, *, stop_strings: StopStrings | None = None, **sampling: Any
+    ) -> AssistantTurn:
         """Have the model generate; its tokens are in the transcript then, also when cut short.
 
         It begins the trajectory where nobody has.
 
         Args:
-            stop: Ends the turn before the model does.
+            stop_strings: End the turn before the model does.
             sampling: Fields of `sampling` that differ in this turn, such as ``temperature=0.2``;
                 None says nothing. A `seed` takes the place of the turn's own.
 
@@ -176,10 +178,10 @@ class AgentContext(Conversation):
         self._check_idle("generate")
         drawn = self._sampling
         if sampling:
-            drawn = replace_sampling(drawn, sampling, self._state.services)
+            drawn = read_sampling("generate", sampling, self._state, drawn)
         with self._noting_limits():
             self._state.check_turns()
-            return await generate_turn(self, drawn, sampling.get("seed"), stop)
+            return await generate_turn(self, drawn, sampling.get("seed"), stop_strings)
 
     async def generate_ids(
         self,
@@ -206,7 +208,7 @@ class AgentContext(Conversation):
         self._check_idle("generate_ids")
         state, drawn = self._state, self._sampling
         if sampling is not None:
-            drawn = state.read_sampling("generate_ids", sampling)
+            drawn = read_sampling("generate_ids", sampling, state)
         self.check_turns()
         await self._settle()
         vocab_size, known = state.services.engines.info.vocab_size, self.transcript.prefix
@@ -218,7 +220,7 @@ class AgentContext(Conversation):
             )
         if len(ids) > length:
             is_answer = self._history.unanswered_ids is not None
-            self._observe_ids(ids[length:])
+            self._observe_soon(ids[length:])
             self._user_turns += is_answer
         with self._noting_limits():
             await generate_turn(self, drawn)
@@ -287,7 +289,7 @@ class AgentContext(Conversation):
         offered = None if tools is None else _list_schemas(self.tools, tools)
         drawn = self.sampling
         if sampling is not None:
-            drawn = self._state.read_sampling("open_segment", sampling)
+            drawn = read_sampling("open_segment", sampling, self._state)
         opened = await self.subagent(messages, purpose=purpose, tools=offered)
         opened.sampling = drawn
         try:

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rollout.agents.history import History, Row, check_purpose, find_departure
-from rollout.agents.rendering import Renderer, check_ids, make_room_error
+from rollout.agents.history import History, Row, check_purpose
+from rollout.agents.prompt_sampling import read_sampling
+from rollout.agents.rendering import Renderer, check_ids
 from rollout.agents.trajectory_state import UNRESPONSIVE
-from rollout.chat.reasoning import opens_reasoning
 from rollout.chat.result_order import message_ids, result_order
 from rollout.chat.reward_values import BadRewardError, as_reward, finite_number
 from rollout.chat.trajectory import BRANCH, SUBAGENT
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from rollout.agents.history import Rendered
-    from rollout.agents.rendering import Given, Room, Schemas
+    from rollout.agents.rendering import Given, Observation, Room, Schemas
     from rollout.agents.trajectory_state import TrajectoryState
     from rollout.chat.messages import Messages
     from rollout.engine.core import SamplingParams
@@ -64,7 +64,7 @@ class Conversation:
         self._opened_count = 0  # with those whose opening failed
         self._turn_began: float | None = None  # by the time of the trajectory's limit
         self._generation: Generation | None = None  # under way
-        self._unsettled: list[Given | array[int]] = []  # observations still to be encoded
+        self._unsettled: list[Observation] = []  # observations still to be encoded
         self._is_closed = False
         self._ends_at_lengths = self.is_main  # else a length is for its agent to judge
         self._reserved_tokens = self._known_tokens = 0
@@ -157,7 +157,7 @@ class Conversation:
 
     @sampling.setter
     def sampling(self, sampling: SamplingParams | Mapping[str, Any]) -> None:
-        self._sampling = self._state.read_sampling("sampling", sampling)
+        self._sampling = read_sampling("sampling", sampling, self._state)
 
     @property
     def trainable(self) -> bool | None:
@@ -249,7 +249,6 @@ class Conversation:
         if self.transcript and (self.is_main or row.seeds):
             raise AgentError(f"begin_with: {self.session_id} has begun already")
         row.transcript = Transcript()
-        row.position = find_departure(row.parent, rendered.ids, row.purpose, row.position)
         self._renderer, self._history = renderer, History(row, renderer.reader)
         self._history.begin(rendered, renderer.prompt_room)
         self._ends_at_lengths = False
@@ -318,8 +317,7 @@ class Conversation:
             AgentError: They cannot be rendered.
         """
         check_purpose(purpose)
-        identity = self._next_identity()
-        renderer = self._find_renderer(tools)
+        identity, renderer = self._next_identity(), self._find_renderer(tools)
         rendered = await renderer.render_opening("subagent", without_padding(messages))
         return self._open_beside(rendered, purpose, identity, renderer)
 
@@ -344,16 +342,15 @@ class Conversation:
     def _open_beside(
         self, rendered: Rendered, purpose: str, identity: Identity, renderer: Renderer
     ) -> Self:
-        parent, end = self._history.rows[-1], len(self.transcript)
-        position = find_departure(parent, rendered.ids, purpose, end)
-        history = History(Row(Transcript(), purpose, parent, position), renderer.reader)
+        row = Row(Transcript(), purpose, self._history.rows[-1], len(self.transcript))
+        history = History(row, renderer.reader)
         history.begin(rendered, renderer.prompt_room)
-        opened = self._make(history, identity, renderer, "")
+        opened = self._make(history, identity, renderer)
         self._opened.append(opened)
         return opened
 
     def _make(
-        self, history: History, identity: Identity, renderer: Renderer, group_id: str
+        self, history: History, identity: Identity, renderer: Renderer, group_id: str = ""
     ) -> Self:
         """Make a conversation with this one's settings."""
         kind = type(self)
@@ -396,17 +393,7 @@ class Conversation:
                 is appended.
         """
         self._check_idle("observe")
-        messages = self._order(without_padding(messages))
-        rendered = None
-        if not self._unsettled:
-            after, room = self._history.unanswered_ids, self._find_room()
-            with self._noting_limits():
-                rendered = self._renderer.render_observation_now(messages, after, room)
-        if rendered is None:
-            self._unsettled.append(messages)
-        else:
-            self._end_turn()
-            self._history.observe(rendered)
+        self._observe_soon(self._order(without_padding(messages)))
 
     def observe_ids(self, ids: Sequence[int]) -> None:
         """Append tokens that the model reads and did not sample, as they are.
@@ -424,10 +411,8 @@ class Conversation:
         """
         self._check_idle("observe_ids")
         packed = check_ids(ids, self._state.services.engines.info.vocab_size)
-        if self._unsettled:
-            self._unsettled.append(packed)
-        else:
-            self._observe_ids(packed)
+        if packed:
+            self._observe_soon(packed)
 
     async def settle(self) -> None:
         """Append what `observe` has left to be encoded.
@@ -547,27 +532,28 @@ class Conversation:
                 raise
             del self._unsettled[0]
 
-    async def _observe(self, messages: Given | array[int]) -> None:
-        if isinstance(messages, array):
-            self._observe_ids(messages)
+    def _observe_soon(self, observation: Observation) -> None:
+        """Append an observation; one that is slow to render is left for `_settle`."""
+        if self._unsettled or self._renderer.is_slow(observation):
+            self._unsettled.append(observation)
             return
-        self._end_turn()
+        with self._noting_limits():
+            rendered = self._renderer.render_now(
+                observation, self._history.unanswered_ids, self._find_room()
+            )
+        self._append(rendered)
+
+    async def _observe(self, observation: Observation) -> None:
         after, room = self._history.unanswered_ids, self._find_room()
         with self._noting_limits():
             rendered = await self._renderer.render_observation(
-                messages, after, room, self.transcript
+                observation, after, room, self.transcript
             )
-        self._history.observe(rendered)
+        self._append(rendered)
 
-    def _observe_ids(self, ids: array[int]) -> None:
-        room, source = self._find_room()
-        with self._noting_limits():
-            if len(ids) >= room:
-                raise make_room_error(source, str(len(ids)))
-        if ids:
-            self._end_turn()
-            text = self._state.services.template.decode(ids)
-            self._history.observe_ids(ids, in_reasoning=opens_reasoning(text))
+    def _append(self, rendered: Rendered) -> None:
+        self._end_turn()
+        self._history.observe(rendered)
 
     # What the model generates.
 

@@ -155,7 +155,13 @@ class History:
         }
 
     def begin(self, rendered: Rendered, prompt_room: int | None = None) -> None:
-        """Append the prompt; what of it is past `prompt_room` tokens is an observation."""
+        """Append the prompt; what of it is past `prompt_room` tokens is an observation.
+
+        A row of purpose "branch" or "compaction" departs from its parent where their tokens do.
+        """
+        row = self.rows[-1]
+        if row.parent is not None and row.purpose in (BRANCH, COMPACTION):
+            row.position = common_length(rendered.ids, row.parent.transcript.prefix.ids)
         room = len(rendered.ids) if prompt_room is None else prompt_room
         append_split(self.transcript, rendered.ids, rendered.media, room)
         self._added += rendered.messages
@@ -199,7 +205,7 @@ class History:
 
     def observe(self, rendered: Rendered) -> None:
         """Append what answers the model's turn."""
-        if self.unanswered_ids is None:
+        if self.unanswered_ids is None and not rendered.is_raw:
             self.turns[len(self._added)] = SILENT
             self._added.append(Message(role="assistant", content=""))
         prefix = self.transcript.prefix
@@ -209,12 +215,7 @@ class History:
             prefix.checked = prefix.length
         self._added += rendered.messages
         self.in_reasoning = rendered.opens_reasoning
-        self._mark()
-
-    def observe_ids(self, ids: array[int], *, in_reasoning: bool) -> None:
-        """Append tokens that are in no message."""
-        self.transcript.append_observation(ids)
-        self.in_reasoning, self.has_raw_ids = in_reasoning, True
+        self.has_raw_ids |= rendered.is_raw
         self._mark()
 
     def split_again(
@@ -233,7 +234,7 @@ class History:
         """Begin another row with this transcript, unless its tokens are those of the last one."""
         if transcript.ids_bytes() == self.transcript.ids_bytes():
             return False
-        self._open_row(transcript.prefix.ids, transcript)
+        self._open_row(transcript)
         self._mark()
         return True
 
@@ -241,13 +242,13 @@ class History:
         """Begin another row with these messages, in place of all before."""
         for row in self.rows:
             row.messages = self.messages if row.messages is None else row.messages
-        self._open_row(rendered.ids, Transcript())
+        self._open_row(Transcript())
         self._added, self.turns = [], {}
         self.messages = Messages(self._added, self._reader.template.decode)
         self.begin(rendered, prompt_room)
 
-    def _open_row(self, ids: Sequence[int], transcript: Transcript) -> None:
-        shared = common_length(ids, self.transcript.prefix.ids)
+    def _open_row(self, transcript: Transcript) -> None:
+        shared = common_length(transcript.prefix.ids, self.transcript.prefix.ids)
         self.rows.append(Row(transcript, COMPACTION, self.rows[-1], shared))
         self.transcript, self._marks = transcript, []
 
@@ -319,13 +320,6 @@ class History:
     def _mark(self, turn_start: int | None = None, reasoning: str | None = None) -> None:
         length, count = self.transcript.prefix.length, len(self._added)
         self._marks.append(Mark(length, count, self.in_reasoning, turn_start, reasoning))
-
-
-def find_departure(parent: Row | None, ids: Sequence[int], purpose: str, position: int) -> int:
-    """Where a row departs from another one: a "branch" or a "compaction" where they differ."""
-    if parent is not None and purpose in (BRANCH, COMPACTION):
-        return common_length(ids, parent.transcript.prefix.ids)
-    return position
 
 
 def check_purpose(purpose: Any) -> None:

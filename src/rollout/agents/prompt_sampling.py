@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -12,11 +13,11 @@ from rollout.config import RolloutConfig, SamplingConfig
 from rollout.engine.core import EngineInfo, SamplingParams
 from rollout.engine.cores.checks import check_sampling
 from rollout.errors import AgentError, ConfigError
+from rollout.types import without_null_keys
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from rollout.agents.services import Services
+    from rollout.agents.trajectory_state import TrajectoryState
     from rollout.seeds import Identity
     from rollout.types import Prompt
 
@@ -53,42 +54,51 @@ def make_sampling(
     return SamplingParams(**fields)
 
 
-def replace_sampling(
-    sampling: SamplingParams, fields: Mapping[str, Any], services: Services
+def read_sampling(
+    what: str,
+    sampling: Mapping[str, Any] | SamplingParams,
+    state: TrajectoryState,
+    base: SamplingParams | None = None,
 ) -> SamplingParams:
-    """`sampling` with other values of these fields; None says nothing.
-
-    Raises:
-        AgentError: A name is none of its fields, or the engines cannot do it.
-        EngineError: A value is not of its field's type, or out of its range.
-    """
-    for name in fields:
-        if name not in _PARAMS:
-            instead = SamplingConfig.instead_of(name) or f"known: {', '.join(_PARAMS)}"
-            raise AgentError(f"generate: sampling.{name}: unknown field; {instead}")
-    given = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in fields.items()
-        if value is not None
-    }
-    return check_drawn("generate", msgspec.structs.replace(sampling, **given), services)
-
-
-def check_drawn(what: str, sampling: SamplingParams, services: Services) -> SamplingParams:
-    """Return a sampling that the engines can read, and tell all that it asks for.
+    """The sampling that an agent sets, once it is known that the engines can do it.
 
     Args:
         what: The function that got it, for messages.
+        sampling: Fields of which None says nothing; or all of it.
+        state: Of the trajectory: fields stand over what its prompt and the configuration have.
+        base: They stand over this one instead, and are those of `SamplingParams`.
 
     Raises:
-        AgentError: The engines cannot do it.
-        EngineError: A value is not of its field's type, or out of its range.
+        AgentError: It names no field, has a value that cannot be, or the engines cannot do it.
+        EngineError: A field of `SamplingParams` has a value that is not of its type or range.
     """
+    config, validate = state.services.config, state.identity.validate
+    if base is not None and isinstance(sampling, Mapping):
+        sampling = _replace_fields(what, base, dict(sampling))
+    elif isinstance(sampling, Mapping):
+        overrides = state.prompt.sampling, without_null_keys(sampling)
+        try:
+            sampling = make_sampling(config, *overrides, validate=validate)
+        except ConfigError as error:
+            raise AgentError(f"{what}: {error}") from error
+    elif not isinstance(sampling, SamplingParams):
+        expected = "expected SamplingParams, or a mapping of fields"
+        raise AgentError(f"{what}: sampling = {sampling!r:.80}; {expected}")
     check_sampling(sampling)
-    fault = find_sampling_fault(sampling, services.engines.info)
+    fault = find_sampling_fault(sampling, state.services.engines.info)
     if fault:
         raise AgentError(f"{what}: {fault}")
     return sampling
+
+
+def _replace_fields(what: str, base: SamplingParams, fields: dict[str, Any]) -> SamplingParams:
+    for name, value in fields.items():
+        if name not in _PARAMS:
+            instead = SamplingConfig.instead_of(name) or f"known: {', '.join(_PARAMS)}"
+            raise AgentError(f"{what}: sampling.{name}: unknown field; {instead}")
+        fields[name] = tuple(value) if isinstance(value, list) else value
+    given = {name: value for name, value in fields.items() if value is not None}
+    return msgspec.structs.replace(base, **given)
 
 
 def warn_of_truncation(
@@ -118,7 +128,7 @@ def warn_of_truncation(
     )
 
 
-def find_sampling_fault(sampling: SamplingParams, info: EngineInfo) -> str:
+def find_sampling_fault(sampling: SamplingParams | SamplingConfig, info: EngineInfo) -> str:
     """Why the engines cannot sample so, which begins with the field; empty where they can."""
     foreign = [token for token in sampling.stop_token_ids if token >= info.vocab_size]
     if foreign and info.vocab_size:
@@ -126,12 +136,7 @@ def find_sampling_fault(sampling: SamplingParams, info: EngineInfo) -> str:
             f"sampling.stop_token_ids: {foreign[0]} is outside the engine's vocabulary of "
             f"{info.vocab_size} ids"
         )
-    return top_log_probs_fault(sampling.top_log_probs, info)
-
-
-def top_log_probs_fault(count: int, info: EngineInfo) -> str:
-    """Why the engines cannot tell so many of the most likely tokens; empty where they may."""
-    most = info.capabilities.max_top_log_probs
+    count, most = sampling.top_log_probs, info.capabilities.max_top_log_probs
     if most is None or count <= most:
         return ""
     able = f"at most {most}" if most else f"0: the engines ({info.core or 'custom'}) tell none"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rollout.agents.ending import RejectedPrompt
 from rollout.agents.history import Rendered
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 #: Messages as agents give them.
 Given = Sequence[Message | Mapping[str, Any]]
+#: What the model reads and did not write: messages, or tokens.
+Observation: TypeAlias = "Given | array[int]"
 #: Of tools, as OpenAI has them.
 Schemas = Sequence[Mapping[str, Any]]
 #: Tokens that may still be appended, and the path of the length that bounds them.
@@ -59,41 +62,34 @@ class Renderer:
         return min(self._lengths.prompt, self._context_length - 1)
 
     async def render_prompt(
-        self,
-        messages: Given,
-        *,
-        may_cut: bool = True,
-        is_continued: bool = False,
-        is_shared: bool = False,
+        self, messages: Given, *, longest: int | None = None, is_shared: bool = False
     ) -> Rendered:
         """Render a prompt.
 
         Args:
             messages: At least one.
-            may_cut: Whether `lengths.overlong_prompts` decides where they are more than fits.
-            is_continued: The model has spoken in them before, so that they may take the room of
-                its answers too.
+            longest: Most tokens; None: as `lengths` has it, with what becomes of longer ones.
             is_shared: Other trajectories begin with the same list.
 
         Raises:
             RejectedPrompt: They cannot be rendered, or are more than fits.
         """
-        longest = self._find_longest()[0] - 1 if is_continued else self.prompt_room
-        is_cut = self._lengths.overlong_prompts == "cut" and may_cut
+        is_cut = longest is None and self._lengths.overlong_prompts == "cut"
+        longest = self.prompt_room if longest is None else longest
         try:
             shown = await self._services.media.prepare(messages, is_shared=is_shared)
             is_much = is_long(shown, self._short)
             most = None if is_cut else longest
-            rendered = await self._run(is_much, shown, self._prompt, shown, most)
+            rendered = await self._run(is_much, shown, self._render_prompt, shown, most)
         except TooManyTokens as error:
             raise self._reject_length(f"at least {error.least}") from None
         except TemplateError as error:
             raise RejectedPrompt("bad_message", str(error)) from error
-        if len(rendered.ids) <= longest:
+        cut = len(rendered.ids) - longest
+        if cut <= 0:
             return rendered
         if not is_cut or rendered.media:  # a picture cannot be cut in two
             raise self._reject_length(str(len(rendered.ids)))
-        cut = len(rendered.ids) - longest
         return rendered._replace(ids=rendered.ids[cut:], is_raw=True, cut_tokens=cut)
 
     async def render_opening(self, what: str, messages: Given) -> Rendered:
@@ -110,8 +106,9 @@ class Renderer:
         """
         is_list = isinstance(messages, Sequence)  # what is none is refused with the words for it
         is_continued = is_list and any(message_ids(each).role == "assistant" for each in messages)
+        longest = self._find_longest()[0] - 1 if is_continued else self.prompt_room
         try:
-            return await self.render_prompt(messages, may_cut=False, is_continued=is_continued)
+            return await self.render_prompt(messages, longest=longest)
         except RejectedPrompt as error:
             if error.reason == "bad_message":
                 raise AgentError(f"{what}: {error}") from error
@@ -138,41 +135,68 @@ class Renderer:
             raise AgentError(f"{what}: no ids; expected those of a prompt")
         if messages is not None and len(packed) > self.prompt_room:
             raise self._reject_length(str(len(packed)))
-        most, source = self._find_longest()
-        if len(packed) >= most:
-            raise make_room_error(source, str(len(packed)))
-        try:
-            own = as_messages(messages) if messages else []
-        except (TemplateError, MediaError):
-            own = []
-        is_opening = opens_reasoning(self._services.template.decode(packed))
-        return Rendered(packed, own, is_opening, is_raw=True)
+        rendered = self._take_ids(packed, self._find_longest())
+        with suppress(TemplateError, MediaError):
+            rendered = rendered._replace(messages=as_messages(messages) if messages else [])
+        return rendered
 
-    def render_observation_now(
-        self, messages: Given, after: Sequence[int] | None, room: Room
-    ) -> Rendered | None:
-        """Render an observation, unless it is long or shows something.
+    def is_slow(self, observation: Observation) -> bool:
+        """Whether it is rendered beside the event loop, since it is long or shows something."""
+        if isinstance(observation, array):
+            return False
+        is_shown = may_show(observation) and self._services.template.processor is not None
+        return is_shown or is_long(observation)
+
+    def render_now(
+        self,
+        observation: Observation,
+        after: Sequence[int] | None,
+        room: Room,
+        before: Sequence[Media] = (),
+    ) -> Rendered:
+        """Render an observation.
 
         Args:
-            after: As in `ChatTemplate.observe`.
+            observation: Of messages without unread images and videos.
+            after, before: As in `ChatTemplate.observe`.
             room: What there is for it.
 
         Raises:
             LimitExceeded: It would leave no room for one more token.
+            TemplateError: Messages are malformed, or the template refuses them.
         """
-        if may_show(messages) and self._services.template.processor is not None:
-            return None
-        return None if is_long(messages) else self._observation(messages, after, room)
+        if isinstance(observation, array):
+            return self._take_ids(observation, room)
+        template, own = self._services.template, as_messages(observation)
+        try:
+            ids, opens = template.observe(own, after=after, max_tokens=room[0] - 1, before=before)
+        except TooManyTokens as error:
+            raise _make_room_error(room, f"at least {error.least}") from None
+        if len(ids) >= room[0]:
+            raise _make_room_error(room, str(len(ids)))
+        media = template.places_of(ids, list(find_shown(own)))
+        return Rendered(ids, own, opens, media=media)
 
     async def render_observation(
-        self, messages: Given, after: Sequence[int] | None, room: Room, transcript: Transcript
+        self,
+        observation: Observation,
+        after: Sequence[int] | None,
+        room: Room,
+        transcript: Transcript,
     ) -> Rendered:
-        """Render any observation; arguments and errors as of `render_observation_now`."""
+        """As `render_now`, where it belongs, with its images and videos read."""
         before = [each.medium for each in transcript.media]
-        if may_show(messages):
-            messages = await self._services.media.prepare(messages, len(before))
-        is_much = is_long(messages)
-        return await self._run(is_much, messages, self._observation, messages, after, room, before)
+        if not isinstance(observation, array):
+            observation = await self._services.media.prepare(observation, len(before))
+        args = observation, after, room, before
+        return await self._run(is_long(observation), observation, self.render_now, *args)
+
+    def _take_ids(self, ids: array[int], room: Room) -> Rendered:
+        """Tokens as they are, which no message stands for."""
+        if len(ids) >= room[0]:
+            raise _make_room_error(room, str(len(ids)))
+        is_opening = opens_reasoning(self._services.template.decode(ids))
+        return Rendered(ids, [], is_opening, is_raw=True)
 
     def _find_longest(self) -> Room:
         """Tokens of a whole conversation, and the path of the length that bounds them."""
@@ -225,7 +249,7 @@ class Renderer:
         return self.reader.schemas or None
 
     async def _run(
-        self, is_much: bool, messages: Given, render: Callable[..., Rendered], *args: Any
+        self, is_much: bool, messages: Observation, render: Callable[..., Rendered], *args: Any
     ) -> Rendered:
         """Render where it belongs: what a processor makes tokens of, in the threads of media."""
         if not may_show(messages):
@@ -235,28 +259,11 @@ class Renderer:
         rendered: Rendered = await self._services.media.run(render, *args)
         return rendered
 
-    def _prompt(self, messages: Given, longest: int | None) -> Rendered:
+    def _render_prompt(self, messages: Given, longest: int | None) -> Rendered:
         template, own = self._services.template, order_messages(as_messages(messages))
         ids = template.prompt_ids(own, self._schemas, max_tokens=longest)
         media = template.places_of(ids, list(find_shown(own)))
         return Rendered(ids, own, template.ends_in_reasoning(ids), media=media)
-
-    def _observation(
-        self,
-        messages: Given,
-        after: Sequence[int] | None,
-        room: Room,
-        before: Sequence[Media] = (),
-    ) -> Rendered:
-        template, own = self._services.template, as_messages(messages)
-        try:
-            ids, opens = template.observe(own, after=after, max_tokens=room[0] - 1, before=before)
-        except TooManyTokens as error:
-            raise make_room_error(room[1], f"at least {error.least}") from None
-        if len(ids) >= room[0]:
-            raise make_room_error(room[1], str(len(ids)))
-        media = template.places_of(ids, list(find_shown(own)))
-        return Rendered(ids, own, opens, media=media)
 
     def _reject_length(self, count: str) -> RejectedPrompt:
         """The error of a prompt of so many tokens."""
@@ -278,9 +285,9 @@ def make_length_error(source: str, what: str) -> LimitExceeded:
     )
 
 
-def make_room_error(source: str, count: str) -> LimitExceeded:
+def _make_room_error(room: Room, count: str) -> LimitExceeded:
     """The error of an observation of so many tokens, which does not fit."""
-    return make_length_error(source, f"an observation of {count} tokens does not fit")
+    return make_length_error(room[1], f"an observation of {count} tokens does not fit")
 
 
 def get_renderer(services: Services, tools: tuple[str, ...]) -> Renderer:

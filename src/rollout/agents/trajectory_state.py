@@ -11,11 +11,10 @@ import msgspec
 
 from rollout.agents.ending import Ending, RejectedPrompt
 from rollout.agents.media_intake import get_content, replace_content
-from rollout.agents.prompt_sampling import check_drawn, make_sampling
 from rollout.agents.rendering import get_renderer
 from rollout.bridge import loop_clock
 from rollout.chat.messages import join_contents, text_of_content
-from rollout.engine.core import WHOLE_ANSWERS, SamplingParams
+from rollout.engine.core import WHOLE_ANSWERS
 from rollout.errors import AgentError, ConfigError, LimitExceeded
 from rollout.interactions import InteractionContext
 from rollout.limits import CARRY_S, NEVER, Deadline
@@ -161,31 +160,6 @@ class TrajectoryState:
         if not has_sandbox and (tools is None or not tools.has_open_sessions()):
             return NEVER
         return Deadline.after(self.services.config.limits.carry_s, CARRY_S, now=since)
-
-    def read_sampling(
-        self, what: str, sampling: Mapping[str, Any] | SamplingParams
-    ) -> SamplingParams:
-        """The sampling that an agent sets, over what the prompt and the configuration have.
-
-        Args:
-            what: The function that got it, for messages.
-            sampling: Fields of `sampling`, of which None says nothing; or all of it.
-
-        Raises:
-            AgentError: It names no field of `sampling`, or has a value that cannot be.
-            EngineError: A field of `SamplingParams` has a value that is not of its type.
-        """
-        config, validate = self.services.config, self.identity.validate
-        if isinstance(sampling, Mapping):
-            overrides = self.prompt.sampling, without_null_keys(sampling)
-            try:
-                sampling = make_sampling(config, *overrides, validate=validate)
-            except ConfigError as error:
-                raise AgentError(f"{what}: {error}") from error
-        elif not isinstance(sampling, SamplingParams):
-            expected = "expected SamplingParams, or a mapping of fields"
-            raise AgentError(f"{what}: sampling = {sampling!r:.80}; {expected}")
-        return check_drawn(what, sampling, self.services)
 
     # Its simulated user.
 

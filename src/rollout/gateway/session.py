@@ -72,7 +72,7 @@ class _Sample:
         conversation.on_tokens = [generations.append]
         stop = StopStrings(call.stop, renderer.reader.template.decode) if call.stop else None
         try:
-            turn = await conversation.generate(stop=stop, seed=self._seed)
+            turn = await conversation.generate(stop_strings=stop, seed=self._seed)
         finally:
             conversation.on_tokens = []
         if conversation.state.log is not None:  # a resumed program gets the same again

@@ -12,7 +12,7 @@ from rollout.agents import AgentLoop, get_agent
 from rollout.agents.agent_loop import find_class
 from rollout.agents.long_texts import make_text_thread
 from rollout.agents.media_intake import MediaFetcher, MediaIntake
-from rollout.agents.prompt_sampling import top_log_probs_fault
+from rollout.agents.prompt_sampling import find_sampling_fault
 from rollout.agents.services import Services
 from rollout.chat import get_tool_parser, tool_parser_names
 from rollout.chat.parsers import stop_token_ids
@@ -317,7 +317,7 @@ def check_abilities(config: RolloutConfig, info: EngineInfo) -> None:
         ConfigError: They cannot.
     """
     for name in ("sampling", "validation_sampling"):
-        fault = top_log_probs_fault(getattr(config, name).top_log_probs, info)
+        fault = find_sampling_fault(getattr(config, name), info)
         if fault:
             raise ConfigError(fault.replace("sampling", name, 1))
 
