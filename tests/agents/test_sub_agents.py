@@ -20,8 +20,7 @@ from rollout import (
     RolloutBatch,
     function_tool,
 )
-from rollout.agents import ToolAgent
-from rollout.agents.compacting_agent import CompactingAgent
+from rollout.agents import CompactingAgent, ToolAgent
 from rollout.chat.trajectory import Parent
 from rollout.config import AgentConfig, LengthsConfig, LimitsConfig
 from rollout.interactions import ScriptedUser

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from rollout.agents import programs
 from rollout.agents.agent_loop import AgentLoop, agent_names, get_agent, register_agent
-from rollout.agents.compacting_agent import CompactingAgent
 from rollout.agents.context import AgentContext
 from rollout.agents.conversation import Conversation
 from rollout.agents.environment_agent import EnvironmentAgent
 from rollout.agents.function_agent import AgentTask, agent
 from rollout.agents.program_agent import ProgramAgent
-from rollout.agents.tool_agent import SingleTurnAgent, ToolAgent
+from rollout.agents.tool_agent import CompactingAgent, SingleTurnAgent, ToolAgent
 from rollout.agents.turn import AssistantTurn
 
 __all__ = [

@@ -128,10 +128,18 @@ def _find_fault(loop: Any) -> str:
         return f"{what}; {expected}"
     elif is_async(made) or inspect.isgeneratorfunction(made):
         return f"{what}, and makes none at once; {expected}"
+    fault = find_call_fault(loop)
+    return (
+        f"{loop!r:.200} cannot be called without arguments ({fault}); {expected}" if fault else ""
+    )
+
+
+def find_call_fault(function: Any, *args: object) -> str:
+    """Why a function cannot be called with these arguments, as far as its signature says so."""
     try:
-        inspect.signature(loop).bind()
+        inspect.signature(function).bind(*args)
     except TypeError as error:
-        return f"{loop!r:.200} cannot be called without arguments ({error}); {expected}"
+        return str(error)
     except ValueError:  # it has no signature to look at
         pass
     return ""

@@ -140,19 +140,6 @@ class AgentContext(Conversation):
         """
         self._state.end(outcome, reason, limit_source=limit_source)
 
-    # How it begins.
-
-    async def open_first(self) -> None:
-        """Open the tools that are open before the agent begins; the prompt goes on with what they
-        observe.
-
-        Raises:
-            ToolError: One could not be opened.
-        """
-        observations = await self.tools.open_first()
-        if observations:
-            self._state.continue_prompt(observations)
-
     # What the model and its tools do.
 
     async def generate(

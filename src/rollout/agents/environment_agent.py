@@ -63,7 +63,7 @@ class EnvironmentAgent(AgentLoop):
     _make: Callable[[], Any] | None = None  # also of subclasses that do not call `__init__`
 
     def __init__(self, environment: Callable[[], Any] | None = None) -> None:
-        is_one = not (isinstance(environment, type) or _list_missing(environment))
+        is_one = not (isinstance(environment, type) or _find_missing(environment))
         if environment is not None and (is_one or not callable(environment)):
             raise AgentError(
                 f"EnvironmentAgent: environment = {environment!r:.80}; expected what makes one for "
@@ -89,16 +89,14 @@ class EnvironmentAgent(AgentLoop):
         try:
             await self._play(environment, context)
         finally:
-            if callable(close := getattr(environment, "close", None)):
+            if callable(getattr(environment, "close", None)):
                 cleanup_s = context.services.config.limits.cleanup_s
                 what, whose = f"close of {type(environment).__name__}", context.identity.session_id
-                await finish(
-                    what, partial(_call, context, environment, "close", close), cleanup_s, whose
-                )
+                act = partial(_call, context, environment, "close")
+                await finish(what, act, cleanup_s, whose)
 
     async def _play(self, environment: Any, context: AgentContext) -> None:
-        reset = _prepare_reset(environment, context)
-        observation, info = _read_reset(await _call(context, environment, "reset", reset))
+        observation, info = _read_reset(await _reset(environment, context))
         context.extra.update(info)
         before = context.messages if context.transcript else context.prompt.messages
         await context.begin([*before, *_make_messages(observation, "reset")])
@@ -108,7 +106,9 @@ class EnvironmentAgent(AgentLoop):
             turn = await context.generate()
             if turn.cut_by is not None:
                 return
-            stepped = await self._step(environment, context, turn)
+            with context.answering():
+                act = partial(_call, context, environment, "step", self.action_of(turn))
+                stepped = await contain(f"step of {type(environment).__name__}", act)
             observation, score, is_done, info = _read_step(stepped)
             scores.append(score)
             context.turn_scores.append(score)
@@ -120,59 +120,53 @@ class EnvironmentAgent(AgentLoop):
             said = _make_messages(observation, "step")
             await context.answer(said or [Message(role="user", content="")])
 
-    async def _step(self, environment: Any, context: AgentContext, turn: AssistantTurn) -> Any:
-        with context.answering():
-            step = partial(environment.step, self.action_of(turn))
-            what = f"step of {type(environment).__name__}"
-            return await contain(what, partial(_call, context, environment, "step", step))
 
-
-def _prepare_reset(environment: Any, context: AgentContext) -> Callable[[], Any]:
-    """The call of `reset`: with the prompt, or with a seed where it is written as gymnasium's."""
-    method = environment.reset
+async def _reset(environment: Any, context: AgentContext) -> Any:
+    """Call `reset` with the prompt, or with a seed where it is written as gymnasium's."""
     try:
-        parameters = iter(inspect.signature(method).parameters.values())
+        parameters = iter(inspect.signature(environment.reset).parameters.values())
     except (TypeError, ValueError):  # it has no signature to look at
         parameters = iter(())
     first = next(parameters, None)
     if first is not None and (first.name == "seed" or first.kind in _BY_NAME):
         identity = context.identity
         seed = derive_seed(identity.run_seed, identity.step, identity.uid) >> 32
-        return partial(method, seed=seed)
-    return partial(method, context.prompt)
+        return await _call(context, environment, "reset", seed=seed)
+    return await _call(context, environment, "reset", context.prompt)
 
 
 async def _call(
-    context: AgentContext, environment: Any, name: str, method: Callable[[], Any]
+    context: AgentContext, environment: Any, name: str, *args: Any, **options: Any
 ) -> Any:
     what = f"{name} of {type(environment).__name__}"
     backend = getattr(environment, "backend", "native")
+    method = partial(getattr(environment, name), *args, **options)
     return await context.services.threads.call(what, method, backend=backend)
 
 
-def _list_missing(environment: Any) -> list[str]:
-    return [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]
+def _find_missing(environment: Any) -> str:
+    """The methods that it lacks; empty where it is an environment."""
+    names = ("reset", "step")
+    return " and no ".join(each for each in names if not callable(getattr(environment, each, None)))
 
 
 def _check(environment: Any) -> None:
-    missing = _list_missing(environment)
+    missing, name = _find_missing(environment), type(environment).__name__
     if missing:
-        name = type(environment).__name__
-        raise AgentError(f"the environment {name} has no method {' and no '.join(missing)}")
+        raise AgentError(f"the environment {name} has no method {missing}")
 
 
 def _read_reset(value: Any) -> tuple[Any, Mapping[str, Any]]:
     """The observation that a reset returned, and the info beside it."""
     if isinstance(value, tuple) and len(value) == 2:
         observation, info = value
-        kinds = (isinstance(each, Message) or _has_role(each) for each in value)
-        if isinstance(info, Mapping | None) and not all(kinds):
+        are_messages = all(
+            isinstance(each, Message) or (isinstance(each, Mapping) and "role" in each)
+            for each in value
+        )
+        if isinstance(info, Mapping | None) and not are_messages:
             return observation, info or {}
     return value, {}
-
-
-def _has_role(value: Any) -> bool:
-    return isinstance(value, Mapping) and "role" in value
 
 
 def _read_step(value: Any) -> tuple[Any, float, bool, Mapping[str, Any]]:

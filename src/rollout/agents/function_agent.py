@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
 import msgspec
 
-from rollout.agents.agent_loop import AgentLoop, register_agent
+from rollout.agents.agent_loop import AgentLoop, find_call_fault, register_agent
 from rollout.agents.ending import RejectedPrompt
 from rollout.chat.messages import as_messages, template_messages, with_arguments_as_text
 from rollout.chat.result_order import order_messages
@@ -86,9 +86,7 @@ class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
         messages = await openai_messages(context)
         return cls(
             base_url=address.base_url,
-            root_url=address.root_url,
-            api_key=address.api_key,
-            model=address.model,
+            **msgspec.structs.asdict(address),
             prompt=context.prompt,
             messages=messages,
             extra=context.extra,
@@ -180,12 +178,9 @@ def _check(name: str, function: Any) -> None:
         raise AgentError(f"agent({name!r}): {function!r:.80}; {expected}")
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise AgentError(f"agent({name!r}): {function!r:.80} is a generator; {expected}")
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError as error:
-        raise AgentError(f"agent({name!r}): {error}; {expected}") from None
-    except ValueError:  # it has no signature to look at
-        return
+    fault = find_call_fault(function, None)
+    if fault:
+        raise AgentError(f"agent({name!r}): {fault}; {expected}")
 
 
 async def openai_messages(context: AgentContext) -> list[dict[str, Any]]:

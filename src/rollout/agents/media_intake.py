@@ -17,6 +17,7 @@ from rollout.media import Media
 from rollout.media.limits import check_decoded
 from rollout.media.parts import MediaSource, media_part
 from rollout.media.reading import find_url, read_media
+from rollout.media.records import get_content
 from rollout.tools.results import ToolResult, error_result
 from rollout.types import Message
 from rollout.worker_threads import WorkerThreads, may_leave_loop
@@ -222,13 +223,6 @@ def _make_source(where: str, kind: Any, value: Any) -> MediaSource | Media:
         return msgspec.structs.replace(value, where=where)
     source = media_part(where, value) if isinstance(value, Mapping | Media) else None
     return source or MediaSource(kind, value, where=where)
-
-
-def get_content(message: object) -> Any:
-    """A message's content; its parts where it has any."""
-    if isinstance(message, Message):
-        return message.parts or message.content
-    return message.get("content") if isinstance(message, Mapping) else None
 
 
 def list_parts(content: Any) -> list[Any]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from rollout.agents.ending import Ending, RejectedPrompt
-from rollout.agents.media_intake import get_content, replace_content
+from rollout.agents.media_intake import replace_content
 from rollout.agents.rendering import get_renderer
 from rollout.bridge import loop_clock
 from rollout.chat.messages import join_contents, text_of_content
@@ -18,6 +18,7 @@ from rollout.engine.core import WHOLE_ANSWERS
 from rollout.errors import AgentError, ConfigError, LimitExceeded
 from rollout.interactions import InteractionContext
 from rollout.limits import CARRY_S, NEVER, Deadline
+from rollout.media.records import get_content
 from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
 from rollout.types import Message, Outcome, Prompt, name_prompt, without_null_keys
 from rollout.utf8 import encodable, is_encodable
@@ -99,14 +100,20 @@ class TrajectoryState:
         self.renderer = get_renderer(services, names)
         limit.limit_carry = self._limit_carry
 
-    def continue_prompt(self, observations: Sequence[str | Sequence[Mapping[str, Any]]]) -> None:
-        """Have the last message of the prompt go on with what tools observed."""
+    async def open_first(self) -> None:
+        """Open the tools that are open before the agent begins; the last message of the prompt goes
+        on with what they observe.
+
+        Raises:
+            ToolError: One could not be opened.
+        """
+        observations = await self.tools.open_first()
         *before, last = self.prompt.messages
-        if isinstance(last, Mapping | Message):  # else it is refused where it is rendered
+        if observations and isinstance(last, Mapping | Message):  # else rendering refuses it
             content = get_content(last)
             before_them = [] if isinstance(content, str | None) and not content else [content]
             last = replace_content(last, join_contents(*before_them, *observations))
-        self.prompt = msgspec.structs.replace(self.prompt, messages=[*before, last])
+            self.prompt = msgspec.structs.replace(self.prompt, messages=[*before, last])
 
     # Its tools and its sandbox: each is made when somebody first asks for it, as thousands of
     # trajectories wait without.

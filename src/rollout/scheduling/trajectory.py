@@ -253,7 +253,7 @@ async def _agent_task(agent: Registered, context: AgentContext) -> None:
     loop = make_agent(agent)
     try:
         if context.services.tools.opens_first:
-            await context.open_first()
+            await context.state.open_first()
         await loop.run(context)
     except LimitExceeded as error:
         context.end(error.outcome, error.reason, limit_source=error.source)
