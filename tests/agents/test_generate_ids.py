@@ -151,7 +151,7 @@ async def test_generate_ids_with_too_long_a_prompt_is_rejected() -> None:
 async def test_subagent_ids_open_a_segment_with_their_tokens() -> None:
     async def trial(context: AgentContext) -> None:
         await context.generate()
-        opened = context.subagent_ids(rendered("go"))
+        opened = await context.subagent(ids=rendered("go"))
         await opened.generate_ids(rendered("go"))
 
     (trajectory,) = (await tried(trial)).trajectories
@@ -164,8 +164,8 @@ async def test_subagent_ids_open_a_segment_with_their_tokens() -> None:
 async def test_subagent_without_ids_is_refused_by_name() -> None:
     async def trial(context: AgentContext) -> None:
         await context.generate()
-        with pytest.raises(AgentError, match="subagent_ids: no ids"):
-            context.subagent_ids([])
+        with pytest.raises(AgentError, match="subagent: no ids"):
+            await context.subagent(ids=[])
 
     (trajectory,) = (await tried(trial)).trajectories
     assert trajectory.outcome == Outcome.COMPLETED

@@ -147,12 +147,10 @@ async def test_top_log_probs_that_engines_cannot_tell_are_refused_at_open(
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         await trajectories(mute(0, count=5))
-    assert str(caught.value) == (
-        "sampling.top_log_probs = 5: expected 0: the engines (simulated) tell none"
-    )
+    assert str(caught.value) == "sampling.top_log_probs = 5; expected 0: the engine tells none"
     with pytest.raises(ConfigError) as caught:
         await trajectories(asking(VOCAB_SIZE + 1))
-    assert str(caught.value) == "sampling.top_log_probs = 260: expected at most 259"
+    assert str(caught.value) == "sampling.top_log_probs = 260; expected at most 259"
 
 
 async def test_top_log_probs_that_engines_cannot_tell_reject_the_prompt(
@@ -161,9 +159,7 @@ async def test_top_log_probs_that_engines_cannot_tell_reject_the_prompt(
     bad, good = await trajectories(mute(0), prompt("bad", top_log_probs=1), prompt("good"))
     assert (bad.outcome, bad.reason) == (Outcome.REJECTED, "bad_sampling")
     assert bad.cause is not None
-    assert bad.cause.message == (
-        "sampling.top_log_probs = 1: expected 0: the engines (simulated) tell none"
-    )
+    assert bad.cause.message == "sampling.top_log_probs = 1; expected 0: the engine tells none"
     assert good.outcome is not Outcome.REJECTED
 
 

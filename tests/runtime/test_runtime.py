@@ -311,7 +311,7 @@ async def test_generate_same_seed_gives_the_same_tokens_and_members_differ() -> 
         (
             user("x", sampling={"stop_token_ids": [300]}),
             "bad_sampling",
-            "sampling.stop_token_ids: 300 is outside the engine's vocabulary of 259 ids",
+            "sampling.stop_token_ids = (300,); expected ids in [0, 259)",
         ),
         (user("x", sampling={"heat": 1}), "bad_sampling", "sampling.heat: unknown key"),
         (

@@ -13,7 +13,6 @@ from rollout.agents.ending import finish
 from rollout.agents.generating import answer_calls, generate_turn
 from rollout.agents.history import History, Row
 from rollout.agents.prompt_sampling import read_sampling
-from rollout.agents.rendering import check_ids
 from rollout.agents.trajectory_state import USER, TrajectoryState
 from rollout.agents.turn import SampledTokens, answer, read_calls
 from rollout.chat.drift import worst
@@ -23,6 +22,7 @@ from rollout.chat.transcript import Transcript, common_length
 from rollout.containment import contain
 from rollout.errors import AgentError
 from rollout.observe.events import UserEnded
+from rollout.tools.schemas import as_openai_schema, quote_all
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
@@ -150,7 +150,7 @@ class AgentContext(Conversation):
         It begins the trajectory where nobody has.
 
         Args:
-            stop_strings: End the turn before the model does.
+            stop_strings: End the turn before the model does; what is returned ends before them.
             sampling: Fields of `sampling` that differ in this turn, such as ``temperature=0.2``;
                 None says nothing. A `seed` takes the place of the turn's own.
 
@@ -198,8 +198,8 @@ class AgentContext(Conversation):
             drawn = read_sampling("generate_ids", sampling, state)
         self.check_turns()
         await self._settle()
-        vocab_size, known = state.services.engines.info.vocab_size, self.transcript.prefix
-        ids, length = check_ids(prompt_ids, vocab_size, "generate_ids"), known.length
+        known = self.transcript.prefix
+        ids, length = self._renderer.pack_ids("generate_ids", prompt_ids), known.length
         if ids[:length].tobytes() != known.packed():
             raise AgentError(
                 f"generate_ids: {len(ids)} ids that differ from the transcript's {length} at "
@@ -235,9 +235,7 @@ class AgentContext(Conversation):
         calls = read_calls("call_tools", calls)
         results = await self.run_tools(calls)
         messages: Given = [answer(*each) for each in zip(calls, results, strict=True)]
-        if len(messages) > 1:
-            messages = self._order(messages, is_checked=False)
-        await self.answer(messages, is_ordered=True)
+        await self.answer(self._order(messages, is_checked=False), is_ordered=True)
         return results
 
     async def run_tools(self, calls: Calls) -> list[ToolResult]:
@@ -272,6 +270,7 @@ class AgentContext(Conversation):
         Raises:
             LimitExceeded: The messages are more than fits.
             AgentError: They cannot be rendered, or an argument is wrong.
+            ToolError: A schema is none.
         """
         offered = None if tools is None else _list_schemas(self.tools, tools)
         drawn = self.sampling
@@ -403,18 +402,12 @@ def _list_schemas(
     if isinstance(tools, str) or not isinstance(tools, Sequence):
         raise AgentError(f"open_segment: tools = {tools!r:.80}; expected a list")
     known = dict(zip(own.names, own.schemas, strict=True))
-    schemas: list[Mapping[str, Any]] = []
     for tool in tools:
-        schema = known.get(tool) if isinstance(tool, str) else tool
-        function = schema.get("function") if isinstance(schema, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            names = ", ".join(map(repr, known)) or "none"
-            raise AgentError(
-                f"open_segment: the tool {tool!r:.80} is none of the trajectory's ({names}) and "
-                "no schema; expected a name, or {'type': 'function', 'function': {'name': ...}}"
-            )
-        schemas.append(schema)  # type: ignore[arg-type]
-    return schemas
+        if isinstance(tool, str) and tool not in known:
+            names = f"the trajectory's ({quote_all(known)})"
+            raise AgentError(f"open_segment: the tool {tool!r:.80} is none of {names}")
+    what = "open_segment: a tool"
+    return [known[t] if isinstance(t, str) else as_openai_schema(t, what) for t in tools]
 
 
 def list_segments(conversations: Iterable[AgentContext]) -> list[Segment]:

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rollout.agents.history import History, Row, check_purpose
+from rollout.agents.history import History, Row
 from rollout.agents.prompt_sampling import read_sampling
-from rollout.agents.rendering import Renderer, check_ids
+from rollout.agents.rendering import Renderer
 from rollout.agents.trajectory_state import UNRESPONSIVE
 from rollout.chat.result_order import message_ids, result_order
 from rollout.chat.reward_values import BadRewardError, as_reward, finite_number
@@ -18,6 +18,7 @@ from rollout.chat.transcript import Transcript
 from rollout.containment import UnresponsiveError
 from rollout.errors import AgentError, LimitExceeded
 from rollout.types import Outcome, without_padding
+from rollout.utf8 import is_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -96,24 +97,9 @@ class Conversation:
         return self._history.messages
 
     @property
-    def purpose(self) -> str:
-        """Of its segment: "main", "branch", "subagent", or what its agent calls it."""
-        return self._history.rows[0].purpose
-
-    @property
     def session_id(self) -> str:
         """Names it to the router and the engines."""
         return self._session_id
-
-    @property
-    def renderer(self) -> Renderer:
-        """Renders its messages and parses its turns."""
-        return self._renderer
-
-    @property
-    def in_reasoning(self) -> bool:
-        """Whether its last turn began, or the next one begins, inside reasoning."""
-        return self._history.in_reasoning
 
     @property
     def assistant_turns(self) -> int:
@@ -225,9 +211,8 @@ class Conversation:
             rendered = self._renderer.read_opening("begin", ids, given)
         if rendered.cut_tokens:
             state.count_cut(rendered.cut_tokens)
-        state.make_user()
-        self._history.begin(rendered)
         await state.start_user()
+        self._history.begin(rendered)
 
     async def begin_with(self, messages: Given, *, tools: Schemas | None = None) -> None:
         """Begin with these messages in place of the prompt's, or of those that it was opened with.
@@ -286,8 +271,7 @@ class Conversation:
         """
         if not self.transcript:
             await self.begin()
-        check_purpose(purpose)
-        identity = self._next_identity()
+        identity = self._name_next(purpose)
         if self._generation is None:
             self._check_idle("branch")
             await self._settle()
@@ -300,7 +284,12 @@ class Conversation:
         return opened
 
     async def subagent(
-        self, messages: Given, *, purpose: str = SUBAGENT, tools: Schemas | None = None
+        self,
+        messages: Given = (),
+        *,
+        ids: Sequence[int] | None = None,
+        purpose: str = SUBAGENT,
+        tools: Schemas | None = None,
     ) -> Self:
         """A conversation of its own, which begins with these messages.
 
@@ -309,45 +298,35 @@ class Conversation:
 
         Args:
             messages: At least one; null keys are dropped as from a prompt's.
+            ids: In place of messages: the tokens that it begins with; `generate_ids` continues it.
             purpose: Of its segment.
             tools: Schemas offered in place of the trajectory's tools; None: this one's.
 
         Raises:
             LimitExceeded: They are more than fits.
-            AgentError: They cannot be rendered.
+            AgentError: They cannot be rendered; or the ids are none.
         """
-        check_purpose(purpose)
-        identity, renderer = self._next_identity(), self._find_renderer(tools)
-        rendered = await renderer.render_opening("subagent", without_padding(messages))
-        return self._open_beside(rendered, purpose, identity, renderer)
-
-    def subagent_ids(self, prompt_ids: Sequence[int], *, purpose: str = SUBAGENT) -> Self:
-        """As `subagent`, with tokens in place of messages; `generate_ids` continues it.
-
-        Raises:
-            LimitExceeded: They are more than fits.
-            AgentError: They are no ids, or none.
-        """
-        check_purpose(purpose)
-        rendered = self._renderer.read_opening("subagent_ids", prompt_ids)
-        return self._open_beside(rendered, purpose, self._next_identity(), self._renderer)
-
-    def _find_renderer(self, tools: Schemas | None) -> Renderer:
-        return self._renderer if tools is None else Renderer(self._state.services, tuple(tools))
-
-    def _next_identity(self) -> Identity:
-        self._opened_count += 1
-        return self._identity.opened(self._opened_count - 1)
-
-    def _open_beside(
-        self, rendered: Rendered, purpose: str, identity: Identity, renderer: Renderer
-    ) -> Self:
+        identity, renderer = self._name_next(purpose), self._find_renderer(tools)
+        if ids is None:
+            rendered = await renderer.render_opening("subagent", without_padding(messages))
+        else:
+            rendered = renderer.read_opening("subagent", ids)
         row = Row(Transcript(), purpose, self._history.rows[-1], len(self.transcript))
         history = History(row, renderer.reader)
         history.begin(rendered, renderer.prompt_room)
         opened = self._make(history, identity, renderer)
         self._opened.append(opened)
         return opened
+
+    def _find_renderer(self, tools: Schemas | None) -> Renderer:
+        return self._renderer if tools is None else Renderer(self._state.services, tuple(tools))
+
+    def _name_next(self, purpose: Any) -> Identity:
+        """The identity of the conversation that is opened next, once its purpose is checked."""
+        if not is_name(purpose):
+            raise AgentError(f"purpose = {purpose!r:.80}: expected a non-empty string in UTF-8")
+        self._opened_count += 1
+        return self._identity.opened(self._opened_count - 1)
 
     def _make(
         self, history: History, identity: Identity, renderer: Renderer, group_id: str = ""
@@ -410,7 +389,7 @@ class Conversation:
             AgentError: They are no such ids.
         """
         self._check_idle("observe_ids")
-        packed = check_ids(ids, self._state.services.engines.info.vocab_size)
+        packed = self._renderer.pack_ids("observe_ids", ids)
         if packed:
             self._observe_soon(packed)
 

@@ -58,6 +58,9 @@ async def generate_turn(
         await conversation._settle()
         is_noted = await _sample(conversation, sampling, generation, seed, stop)
         turn = conversation._history.end_turn(conversation._cut_by)
+        if stop is not None and stop.found is not None:
+            text, in_reasoning = stop.before(turn.text), conversation._history.in_reasoning
+            turn = conversation._renderer.reader.read_text(text, None, in_reasoning=in_reasoning)
         if is_noted and state.log is not None:
             await state.log.wait_written()
         if conversation._renderer.reader.schemas:  # tools could be called

@@ -15,7 +15,7 @@ from rollout.chat.trajectory import BRANCH, COMPACTION
 from rollout.chat.transcript import Transcript, append_split, common_length
 from rollout.errors import AgentError
 from rollout.types import Message
-from rollout.utf8 import encodable, is_name
+from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -320,13 +320,3 @@ class History:
     def _mark(self, turn_start: int | None = None, reasoning: str | None = None) -> None:
         length, count = self.transcript.prefix.length, len(self._added)
         self._marks.append(Mark(length, count, self.in_reasoning, turn_start, reasoning))
-
-
-def check_purpose(purpose: Any) -> None:
-    """Check that a segment can have this purpose.
-
-    Raises:
-        AgentError: It cannot.
-    """
-    if not is_name(purpose):
-        raise AgentError(f"purpose = {purpose!r:.80}: expected a non-empty string in UTF-8")

@@ -10,8 +10,8 @@ import attrs
 import msgspec
 
 from rollout.config import RolloutConfig, SamplingConfig
-from rollout.engine.core import EngineInfo, SamplingParams
-from rollout.engine.cores.checks import check_sampling
+from rollout.engine.core import SamplingParams
+from rollout.engine.cores.checks import check_sampling, find_sampling_fault
 from rollout.errors import AgentError, ConfigError
 from rollout.types import without_null_keys
 
@@ -126,18 +126,3 @@ def warn_of_truncation(
         identity.session_id,
         ", ".join(named),
     )
-
-
-def find_sampling_fault(sampling: SamplingParams | SamplingConfig, info: EngineInfo) -> str:
-    """Why the engines cannot sample so, which begins with the field; empty where they can."""
-    foreign = [token for token in sampling.stop_token_ids if token >= info.vocab_size]
-    if foreign and info.vocab_size:
-        return (
-            f"sampling.stop_token_ids: {foreign[0]} is outside the engine's vocabulary of "
-            f"{info.vocab_size} ids"
-        )
-    count, most = sampling.top_log_probs, info.capabilities.max_top_log_probs
-    if most is None or count <= most:
-        return ""
-    able = f"at most {most}" if most else f"0: the engines ({info.core or 'custom'}) tell none"
-    return f"sampling.top_log_probs = {count}: expected {able}"

@@ -130,7 +130,7 @@ class Renderer:
             RejectedPrompt: It is more than fits into a prompt.
             LimitExceeded: It is no prompt, and more than fits.
         """
-        packed = check_ids(ids, self._services.engines.info.vocab_size, what)
+        packed = self.pack_ids(what, ids)
         if not packed:
             raise AgentError(f"{what}: no ids; expected those of a prompt")
         if messages is not None and len(packed) > self.prompt_room:
@@ -190,6 +190,24 @@ class Renderer:
             observation = await self._services.media.prepare(observation, len(before))
         args = observation, after, room, before
         return await self._run(is_long(observation), observation, self.render_now, *args)
+
+    def pack_ids(self, what: str, ids: Any) -> array[int]:
+        """Pack token ids.
+
+        Args:
+            what: The function that got them, for messages.
+
+        Raises:
+            AgentError: They are no sequence of integers, or outside the vocabulary.
+        """
+        try:
+            packed = array("i", ids)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise AgentError(f"{what}: {error}; expected a sequence of token ids") from error
+        fault = describe_outside_id(packed.tobytes(), self._services.engines.info.vocab_size)
+        if fault:
+            raise AgentError(f"{what}: {fault}")
+        return packed
 
     def _take_ids(self, ids: array[int], room: Room) -> Rendered:
         """Tokens as they are, which no message stands for."""
@@ -288,31 +306,3 @@ def make_length_error(source: str, what: str) -> LimitExceeded:
 def _make_room_error(room: Room, count: str) -> LimitExceeded:
     """The error of an observation of so many tokens, which does not fit."""
     return make_length_error(room[1], f"an observation of {count} tokens does not fit")
-
-
-def get_renderer(services: Services, tools: tuple[str, ...]) -> Renderer:
-    """What renders where these tools are offered; one for all that offer the same."""
-    renderer: Renderer | None = services.renderers.get(tools)
-    if renderer is None:
-        renderer = services.renderers[tools] = Renderer(services, services.tools.schemas(tools))
-    return renderer
-
-
-def check_ids(ids: Any, vocab_size: int, what: str = "observe_ids") -> array[int]:
-    """Pack token ids.
-
-    Args:
-        vocab_size: 0 where nobody knows it.
-        what: The function that got them, for messages.
-
-    Raises:
-        AgentError: They are no sequence of integers, or outside the vocabulary.
-    """
-    try:
-        packed = array("i", ids)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise AgentError(f"{what}: {error}; expected a sequence of token ids") from error
-    fault = describe_outside_id(packed.tobytes(), vocab_size)
-    if fault:
-        raise AgentError(f"{what}: {fault}")
-    return packed

@@ -80,7 +80,7 @@ class Services:
     sandboxes: SandboxPool = attrs.field(init=False)
     #: Parameters of truncated sampling that the runtime has warned of.
     warned: set[str] = attrs.field(init=False, factory=set)
-    #: By the tools that are offered; see `rendering.get_renderer`.
+    #: A `Renderer` for each set of tools, by their names.
     renderers: dict[tuple[str, ...], Any] = attrs.field(init=False, factory=dict)
 
     @sandboxes.default

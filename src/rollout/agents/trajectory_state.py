@@ -11,7 +11,7 @@ import msgspec
 
 from rollout.agents.ending import Ending, RejectedPrompt
 from rollout.agents.media_intake import replace_content
-from rollout.agents.rendering import get_renderer
+from rollout.agents.rendering import Renderer
 from rollout.bridge import loop_clock
 from rollout.chat.messages import join_contents, text_of_content
 from rollout.engine.core import WHOLE_ANSWERS
@@ -97,7 +97,9 @@ class TrajectoryState:
         names = services.tools.names
         if prompt.tools is not None or prompt.tools_kwargs or services.tools.opens_first:
             names = self.tools.names  # now, since what the prompt says of them may be wrong
-        self.renderer = get_renderer(services, names)
+        self.renderer: Renderer = services.renderers.get(names) or services.renderers.setdefault(
+            names, Renderer(services, services.tools.schemas(names))
+        )
         limit.limit_carry = self._limit_carry
 
     async def open_first(self) -> None:
@@ -176,22 +178,18 @@ class TrajectoryState:
         # As keys of `tools_kwargs`: those that hold None may be of other users, or Arrow's.
         return without_null_keys(kwargs) if isinstance(kwargs, Mapping) else {}
 
-    def make_user(self) -> None:
-        """Make the user who takes part, if one does.
+    async def start_user(self) -> None:
+        """Make and start the user who takes part, if one does.
 
         Raises:
             RejectedPrompt: There is none of this name.
         """
+        if self.user_name is None:
+            return
         try:
-            if self.user_name is not None:
-                self.user = self.services.interactions.create(self.user_name)
+            self.user = self.services.interactions.create(self.user_name)
         except ConfigError as error:
             raise RejectedPrompt("unknown_interaction", str(error)) from None
-
-    async def start_user(self) -> None:
-        """Start the user, with what it learns of the trajectory."""
-        if self.user is None:
-            return
         await self.user.start(
             InteractionContext(
                 uid=self.identity.uid,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -48,10 +49,10 @@ class StopStrings:
     def __init__(self, strings: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
         self.found: str | None = None
         self.kept: int | None = None
-        self._strings = tuple(strings)
+        self._pattern = re.compile("|".join(map(re.escape, sorted(strings))))
         self._decode = decode
         #: A string of so many bytes has no more tokens; a few more for those that are in pieces.
-        self._window = max(len(each.encode()) for each in self._strings) + 8
+        self._window = max(len(each.encode()) for each in strings) + 8
         self._seen = 0
         self.scope = anyio.CancelScope()
 
@@ -60,25 +61,24 @@ class StopStrings:
         ids = generation.ids
         recent = ids[max(0, min(self._seen, len(ids)) - self._window) :]
         self._seen = len(ids)
-        if self.kept is None and self._first(self._decode(recent)) is not None:
+        if self.kept is None and self._pattern.search(self._decode(recent)):
             self._end(ids)
 
     def before(self, text: str) -> str:
         """What of a text stands before the string that ended it; all where none did."""
         return text if self.found is None else text[: text.find(self.found)]
 
-    def _first(self, text: str) -> str | None:
-        places = [(at, each) for each in self._strings if (at := text.find(each)) >= 0]
-        return min(places)[1] if places else None
-
     def _end(self, ids: array[int]) -> None:
         """Find the token, and have the engine stop."""
-        if self._first(self._decode(ids)) is None:
+
+        def find(count: int) -> re.Match[str] | None:
+            return self._pattern.search(self._decode(ids[:count]))
+
+        if find(len(ids)) is None:
             return  # the window began within a character
-        counts = range(1, len(ids) + 1)
-        at = bisect_left(counts, True, key=lambda n: self._first(self._decode(ids[:n])) is not None)
-        self.kept = counts[at]
-        self.found = self._first(self._decode(ids[: self.kept]))
+        self.kept = 1 + bisect_left(range(1, len(ids)), True, key=lambda n: bool(find(n)))
+        found = find(self.kept)
+        self.found = found and found.group()
         self.scope.cancel()
 
 

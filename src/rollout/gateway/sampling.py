@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from rollout.agents.prompt_sampling import find_sampling_fault, make_sampling
+from rollout.agents.prompt_sampling import make_sampling
+from rollout.engine.cores.checks import find_sampling_fault
 from rollout.errors import ConfigError
 from rollout.gateway.calls import GatewayError
 

@@ -67,19 +67,16 @@ class _Sample:
     async def generate(self, call: GatewayCall, sampling: SamplingParams) -> None:
         """Have the model generate the turn. Cancelled, its tokens stay at the end of the row."""
         conversation, generations = self.conversation, list[Generation]()
-        renderer = conversation.renderer
         conversation.sampling = sampling
         conversation.on_tokens = [generations.append]
-        stop = StopStrings(call.stop, renderer.reader.template.decode) if call.stop else None
+        decode = conversation.services.template.decode
+        stop = StopStrings(call.stop, decode) if call.stop else None
         try:
             turn = await conversation.generate(stop_strings=stop, seed=self._seed)
         finally:
             conversation.on_tokens = []
         if conversation.state.log is not None:  # a resumed program gets the same again
             await conversation.state.log.wait_written()
-        if stop is not None and stop.found is not None:
-            text, in_reasoning = stop.before(turn.text), conversation.in_reasoning
-            turn = renderer.reader.read_text(text, None, in_reasoning=in_reasoning)
         self.answer = make_answer(
             turn,
             call,

@@ -12,12 +12,13 @@ from rollout.agents import AgentLoop, get_agent
 from rollout.agents.agent_loop import find_class
 from rollout.agents.long_texts import make_text_thread
 from rollout.agents.media_intake import MediaFetcher, MediaIntake
-from rollout.agents.prompt_sampling import find_sampling_fault
+from rollout.agents.prompt_sampling import make_sampling
 from rollout.agents.services import Services
 from rollout.chat import get_tool_parser, tool_parser_names
 from rollout.chat.parsers import stop_token_ids
 from rollout.config import RolloutConfig
 from rollout.containment import open_containment
+from rollout.engine.cores.checks import find_sampling_fault
 from rollout.engine.pool.opening import open_engines
 from rollout.engine.pool.pool import EnginePool, ExpectationsGiver
 from rollout.errors import AgentError, ConfigError, RolloutError
@@ -317,7 +318,8 @@ def check_abilities(config: RolloutConfig, info: EngineInfo) -> None:
         ConfigError: They cannot.
     """
     for name in ("sampling", "validation_sampling"):
-        fault = find_sampling_fault(getattr(config, name), info)
+        sampling = make_sampling(config, validate=name != "sampling")
+        fault = find_sampling_fault(sampling, info)
         if fault:
             raise ConfigError(fault.replace("sampling", name, 1))
 

@@ -14,12 +14,13 @@ from rollout.agents.agent_loop import AgentLoop, find_class, get_agent, make_age
 from rollout.agents.context import AgentContext, list_segments, open_context
 from rollout.agents.ending import Ending, RejectedPrompt
 from rollout.agents.generating import find_natural_ending
-from rollout.agents.prompt_sampling import find_sampling_fault, make_sampling
+from rollout.agents.prompt_sampling import make_sampling
 from rollout.agents.services import Services
 from rollout.agents.trajectory_state import UNRESPONSIVE
 from rollout.chat.reward_values import BadRewardError, apply_reward, check_reward_value
 from rollout.chat.trajectory import Trajectory
 from rollout.containment import Contained, UnresponsiveError
+from rollout.engine.cores.checks import find_sampling_fault
 from rollout.errors import (
     AgentError,
     ConfigError,

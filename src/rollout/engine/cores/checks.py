@@ -18,7 +18,7 @@ from rollout.token_prefix import TokenPrefix, find_outside_id
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollout.engine.core import Capabilities, EngineInfo, GenerationRequest
+    from rollout.engine.core import EngineInfo, GenerationRequest
 
 #: Of a sampled token: finite as float32, and not above 0 by more than rounding.
 LogProb = Annotated[float, msgspec.Meta(ge=-1e30, le=1e-3)]
@@ -73,7 +73,7 @@ def find_request_fault(request: GenerationRequest, info: EngineInfo) -> str:
     return (
         _find_prompt_fault(request.prompt_ids, info)
         or info.media_fault(each.medium.kind for each in request.media)
-        or _find_sampling_fault(request.sampling, info.vocab_size, info.capabilities)
+        or find_sampling_fault(request.sampling, info)
     )
 
 
@@ -107,8 +107,10 @@ def _find_prompt_fault(prompt_ids: bytes, info: EngineInfo) -> str:
     return describe_outside_id(prompt_ids, info.vocab_size)
 
 
-def _find_sampling_fault(sampling: SamplingParams, vocab_size: int, able: Capabilities) -> str:
-    most = able.max_top_log_probs
+def find_sampling_fault(sampling: SamplingParams, info: EngineInfo) -> str:
+    """Why the engine cannot sample so, with value and expectation; empty where it can."""
+    most, vocab_size = info.capabilities.max_top_log_probs, info.vocab_size
+    able = f"at most {most}" if most else "0: the engine tells none"
     penalty, stops = sampling.repetition_penalty, sampling.stop_token_ids
     rules = (
         ("max_new_tokens", sampling.max_new_tokens >= 1, "at least 1"),
@@ -124,7 +126,7 @@ def _find_sampling_fault(sampling: SamplingParams, vocab_size: int, able: Capabi
             not vocab_size or all(0 <= token < vocab_size for token in stops),
             f"ids in [0, {vocab_size})",
         ),
-        ("top_log_probs", most is None or sampling.top_log_probs <= most, f"at most {most}"),
+        ("top_log_probs", most is None or sampling.top_log_probs <= most, able),
     )
     for name, is_met, expected in rules:
         if not is_met:

@@ -187,7 +187,7 @@ class HostedClient:
         if fitting:
             return max(fitting, key=lambda each: len(each.transcript))
         shared = packed.startswith(main.transcript.ids_bytes()[: 4 * main.transcript.prompt_length])
-        opened = main.subagent_ids(ids, purpose=COMPACTION if shared else SUBAGENT)
+        opened = await main.subagent(ids=ids, purpose=COMPACTION if shared else SUBAGENT)
         self._opened.append(opened)
         return opened
 
