@@ -9,16 +9,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rollout.agents.conversation import Conversation
-from rollout.agents.ending import finish
 from rollout.agents.generating import answer_calls, generate_turn
-from rollout.agents.history import History, Row
 from rollout.agents.prompt_sampling import read_sampling
-from rollout.agents.trajectory_state import USER, TrajectoryState
+from rollout.agents.trajectory_state import USER
 from rollout.agents.turn import SampledTokens, answer, read_calls
 from rollout.chat.drift import worst
 from rollout.chat.messages import template_messages
-from rollout.chat.trajectory import MAIN, SUBAGENT, Parent, Segment
-from rollout.chat.transcript import Transcript, common_length
+from rollout.chat.trajectory import SUBAGENT, Parent, Segment
+from rollout.chat.transcript import common_length
 from rollout.containment import contain
 from rollout.errors import AgentError
 from rollout.observe.events import UserEnded
@@ -31,12 +29,9 @@ if TYPE_CHECKING:
     from rollout.agents.rendering import Given
     from rollout.agents.services import Services, TrajectoryGateway
     from rollout.agents.turn import AssistantTurn, StopStrings
-    from rollout.agents.turn_log import TurnLog
     from rollout.chat.drift import Drift
-    from rollout.config import AgentConfig
     from rollout.engine.core import SamplingParams
     from rollout.interactions import InteractionTurn
-    from rollout.limits import Clock, Deadline
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.seeds import Identity
     from rollout.tools import ToolResult, TrajectoryTools
@@ -63,11 +58,6 @@ class AgentContext(Conversation):
         return self._state.services
 
     @property
-    def config(self) -> AgentConfig:
-        """The `agent` section of the configuration."""
-        return self._state.config
-
-    @property
     def prompt(self) -> Prompt:
         """What it started from."""
         return self._state.prompt
@@ -76,11 +66,6 @@ class AgentContext(Conversation):
     def identity(self) -> Identity:
         """Which trajectory it is."""
         return self._state.identity
-
-    @property
-    def deadline(self) -> Deadline:
-        """When the trajectory's time is over, as things stand, and which limit ends it then."""
-        return self._state.limit.deadline
 
     @property
     def tools(self) -> TrajectoryTools:
@@ -193,9 +178,9 @@ class AgentContext(Conversation):
         if not self.transcript:
             await self.begin(ids=prompt_ids)
         self._check_idle("generate_ids")
-        state, drawn = self._state, self._sampling
+        drawn = self._sampling
         if sampling is not None:
-            drawn = read_sampling("generate_ids", sampling, state)
+            drawn = read_sampling("generate_ids", sampling, self._state)
         self.check_turns()
         await self._settle()
         known = self.transcript.prefix
@@ -315,11 +300,10 @@ class AgentContext(Conversation):
             messages = list(template_messages(self.messages))
             turn = await contain(USER, partial(state.user.respond, messages))
         state.idle_since = now = state.clock()
-        if self.services.events.is_on:
-            events, number = self.services.events, self.identity.number
-            at = events.since_start(now)
-            event = UserEnded(at=at, trajectory=number, began=events.since_start(began))
-            events.tell_event(number, event)
+        events, number = self.services.events, self.identity.number
+        if events.is_on:
+            at, since = events.since_start(now), events.since_start(began)
+            events.tell_event(number, UserEnded(at=at, trajectory=number, began=since))
         return turn, state.read_user_turn(turn)
 
     # How it ends.
@@ -367,32 +351,7 @@ class AgentContext(Conversation):
             await state.used_tools.close()
         user, state.user = state.user, None
         if user is not None:
-            cleanup_s, what = self.services.config.limits.cleanup_s, "finish of the interaction"
-            await finish(what, user.finish, cleanup_s, self.identity.session_id)
-
-
-def open_context(
-    services: Services,
-    prompt: Prompt,
-    identity: Identity,
-    sampling: SamplingParams,
-    limit: Clock,
-    log: TurnLog | None = None,
-    *,
-    is_alone: bool = False,
-) -> AgentContext:
-    """Make the context of a trajectory that begins.
-
-    Args:
-        is_alone: No other trajectory begins with its prompt.
-
-    Raises:
-        ToolError: The prompt names an unknown tool.
-    """
-    state = TrajectoryState(services, prompt, identity, limit, log)
-    history = History(Row(Transcript(), MAIN), state.renderer.reader)
-    group_id = "" if is_alone else f"{identity.step}/{identity.uid}"
-    return AgentContext(state, history, identity, state.renderer, sampling, group_id=group_id)
+            await state.clean_up("finish of the interaction", user.finish)
 
 
 def _list_schemas(

@@ -13,7 +13,7 @@ from rollout.agents.rendering import Renderer
 from rollout.agents.trajectory_state import UNRESPONSIVE
 from rollout.chat.result_order import message_ids, result_order
 from rollout.chat.reward_values import BadRewardError, as_reward, finite_number
-from rollout.chat.trajectory import BRANCH, SUBAGENT
+from rollout.chat.trajectory import BRANCH, MAIN, SUBAGENT
 from rollout.chat.transcript import Transcript
 from rollout.containment import UnresponsiveError
 from rollout.errors import AgentError, LimitExceeded
@@ -49,18 +49,20 @@ class Conversation:
     def __init__(
         self,
         state: TrajectoryState,
-        history: History,
-        identity: Identity,
-        renderer: Renderer,
         sampling: SamplingParams,
-        *,
         group_id: str = "",
+        *,
+        history: History | None = None,
+        identity: Identity | None = None,
+        renderer: Renderer | None = None,
     ) -> None:
         self.history: str = state.config.history
         self.on_tokens: list[Callable[[Generation], object]] = []
-        self._state, self._history, self._renderer = state, history, renderer
-        self._identity, self._group_id, self._sampling = identity, group_id, sampling
-        self._session_id = identity.session_id
+        self._state, self._sampling, self._group_id = state, sampling, group_id
+        self._renderer = renderer or state.renderer
+        self._history = history or History(Row(Transcript(), MAIN), self._renderer.reader)
+        self._identity = identity or state.identity
+        self._session_id = self._identity.session_id
         self._opened: list[Self] = []
         self._opened_count = 0  # with those whose opening failed
         self._turn_began: float | None = None  # by the time of the trajectory's limit
@@ -212,7 +214,7 @@ class Conversation:
         if rendered.cut_tokens:
             state.count_cut(rendered.cut_tokens)
         await state.start_user()
-        self._history.begin(rendered)
+        self._history.begin(rendered, self._renderer.prompt_room)
 
     async def begin_with(self, messages: Given, *, tools: Schemas | None = None) -> None:
         """Begin with these messages in place of the prompt's, or of those that it was opened with.
@@ -332,8 +334,8 @@ class Conversation:
         self, history: History, identity: Identity, renderer: Renderer, group_id: str = ""
     ) -> Self:
         """Make a conversation with this one's settings."""
-        kind = type(self)
-        made = kind(self._state, history, identity, renderer, self._sampling, group_id=group_id)
+        parts: Any = {"history": history, "identity": identity, "renderer": renderer}
+        made = type(self)(self._state, self._sampling, group_id, **parts)
         made.history, made._turn_began = self.history, self._turn_began
         return made
 

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rollout.agents.agent_loop import AgentLoop
-from rollout.agents.ending import finish
 from rollout.agents.tool_agent import has_reached_turn_limit
 from rollout.chat.reward_values import finite_number
 from rollout.containment import contain
@@ -90,10 +89,8 @@ class EnvironmentAgent(AgentLoop):
             await self._play(environment, context)
         finally:
             if callable(getattr(environment, "close", None)):
-                cleanup_s = context.services.config.limits.cleanup_s
-                what, whose = f"close of {type(environment).__name__}", context.identity.session_id
                 act = partial(_call, context, environment, "close")
-                await finish(what, act, cleanup_s, whose)
+                await context.state.clean_up(f"close of {type(environment).__name__}", act)
 
     async def _play(self, environment: Any, context: AgentContext) -> None:
         observation, info = _read_reset(await _reset(environment, context))

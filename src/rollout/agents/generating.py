@@ -93,9 +93,8 @@ async def _sample(
             if conversation.history != "append_only":
                 await _render_again(conversation)
             sampling = _bound_sampling(conversation, sampling, generation, seed)
-            log, prefix, recalled_s = state.log, conversation.transcript.prefix, None
-            if log is not None and log.has_answers:
-                recalled_s = await log.recall_turn(prefix, seed, generation)
+            log, prefix = state.log, conversation.transcript.prefix
+            recalled_s = None if log is None else await log.recall_turn(prefix, seed, generation)
             if recalled_s is None:
                 await _ask_engines(conversation, generation, sampling, limit)
             if generation.finish_reason == "abort" and (stop is None or stop.kept is None):
@@ -170,8 +169,8 @@ async def _render_again(conversation: Conversation) -> None:
         LimitExceeded: The new row would leave no room for a token; the old one stays.
     """
     history = conversation._history
-    if not history.is_renderable:
-        return
+    if history.turn_start is not None or history.has_raw_ids or not history.turns:
+        return  # not all of it is in messages, or the model has not generated
     transcript = await conversation._renderer.render_again(history)
     room, source = conversation._find_room(transcript)
     if room < 1:
@@ -298,7 +297,7 @@ async def answer_calls(conversation: Conversation, calls: Calls) -> list[ToolRes
     known = None
     if log is not None:
         question = make_calls_question(conversation.transcript.prefix, calls)
-        known = await log.recall_answers(question, session, calls) if log.has_answers else None
+        known = await log.recall_answers(question, session, calls)
     if known is not None:
         results = state.tools.recall(calls, known, offered)
     else:

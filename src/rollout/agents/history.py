@@ -130,11 +130,6 @@ class History:
         return self.transcript.prefix.slice(last.turn_start)
 
     @property
-    def is_renderable(self) -> bool:
-        """Whether all of it is in messages, and the model has generated."""
-        return self.turn_start is None and not self.has_raw_ids and bool(self.turns)
-
-    @property
     def calls(self) -> TurnCalls:
         """The calls that the next results answer: those of the last turn, whoever gave it."""
         if self.turn_start is not None:
@@ -154,7 +149,7 @@ class History:
             for at, turn in self.turns.items()
         }
 
-    def begin(self, rendered: Rendered, prompt_room: int | None = None) -> None:
+    def begin(self, rendered: Rendered, prompt_room: int) -> None:
         """Append the prompt; what of it is past `prompt_room` tokens is an observation.
 
         A row of purpose "branch" or "compaction" departs from its parent where their tokens do.
@@ -162,8 +157,7 @@ class History:
         row = self.rows[-1]
         if row.parent is not None and row.purpose in (BRANCH, COMPACTION):
             row.position = common_length(rendered.ids, row.parent.transcript.prefix.ids)
-        room = len(rendered.ids) if prompt_room is None else prompt_room
-        append_split(self.transcript, rendered.ids, rendered.media, room)
+        append_split(self.transcript, rendered.ids, rendered.media, prompt_room)
         self._added += rendered.messages
         self._opening_ids = self.transcript.prefix.packed()
         self._opening_messages = len(self._added)

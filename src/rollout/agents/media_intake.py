@@ -106,11 +106,9 @@ class MediaIntake:
         """
         if self.processor is None or isinstance(messages, str) or not may_show(messages):
             return messages  # what is no text is refused where the text is made
-        read = await (self._read_shared(messages) if is_shared else self._read_messages(messages))
-        contents = (get_content(message) for message in read)
-        parts = (part for each in contents if isinstance(each, list | tuple) for part in each)
-        self._check_count(before + sum(isinstance(part, Media) for part in parts))
-        return read
+        if is_shared:
+            return await self._read_shared(messages)
+        return await self._read_messages(messages, before)
 
     async def _read_shared(self, messages: Given) -> Given:
         """Read a list once; where that fails, who begins with it next tries again."""
@@ -158,18 +156,20 @@ class MediaIntake:
         if most is not None and count > most:
             raise MediaError(f"media.max_count = {most}: the conversation has {count}")
 
-    async def _read_messages(self, messages: Given) -> Given:
+    async def _read_messages(self, messages: Given, count: int = 0) -> Given:
         own: list[Message | Mapping[str, Any]] = []
         for at, message in enumerate(messages):
             content = get_content(message)
-            parts = [] if isinstance(content, _TEXT) else list_parts(content)
+            is_list = isinstance(content, list | tuple) or _is_objects(content)
+            parts = [] if isinstance(content, _TEXT) else list(content) if is_list else [content]
             where = f"messages[{at}]: content"
             found = [media_part(f"{where}[{at}]", part) for at, part in enumerate(parts)]
-            self._check_count(sum(each is not None for each in found))
+            has_media = any(each is not None for each in found)
+            count += sum(each is not None for each in found)
+            self._check_count(count)
             for position, source in enumerate(found):
                 if source is not None:
                     parts[position] = await self._read_medium(source)
-            has_media = any(each is not None for each in found)
             own.append(replace_content(message, parts) if has_media else message)
         return own
 
@@ -223,12 +223,6 @@ def _make_source(where: str, kind: Any, value: Any) -> MediaSource | Media:
         return msgspec.structs.replace(value, where=where)
     source = media_part(where, value) if isinstance(value, Mapping | Media) else None
     return source or MediaSource(kind, value, where=where)
-
-
-def list_parts(content: Any) -> list[Any]:
-    """The parts of a content that is no text; one that is no list is a part itself."""
-    is_list = isinstance(content, list | tuple) or _is_objects(content)
-    return list(content) if is_list else [content]
 
 
 def _is_objects(value: object) -> bool:

@@ -272,8 +272,6 @@ class Renderer:
         """Render where it belongs: what a processor makes tokens of, in the threads of media."""
         if not may_show(messages):
             return await run_text(self._services.texts, is_much, render, *args)
-        if self._services.template.processor is None:
-            return render(*args)  # it is refused
         rendered: Rendered = await self._services.media.run(render, *args)
         return rendered
 

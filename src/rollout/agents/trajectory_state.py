@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import msgspec
 
 from rollout.agents.ending import Ending, RejectedPrompt
@@ -15,20 +16,22 @@ from rollout.agents.rendering import Renderer
 from rollout.bridge import loop_clock
 from rollout.chat.messages import join_contents, text_of_content
 from rollout.engine.core import WHOLE_ANSWERS
-from rollout.errors import AgentError, ConfigError, LimitExceeded
+from rollout.errors import AgentError, ConfigError, LimitExceeded, ToolError
 from rollout.interactions import InteractionContext
-from rollout.limits import CARRY_S, NEVER, Deadline
+from rollout.limits import CARRY_S, NEVER, Clock, Deadline
 from rollout.media.records import get_content
 from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
+from rollout.tools.attempt import attempt
 from rollout.types import Message, Outcome, Prompt, name_prompt, without_null_keys
 from rollout.utf8 import encodable, is_encodable
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from rollout.agents.services import Services
     from rollout.agents.turn_log import TurnLog
     from rollout.engine.pool.generation import Generation
     from rollout.interactions import Interaction, InteractionTurn
-    from rollout.limits import Clock
     from rollout.seeds import Identity
     from rollout.tools import ToolResult, TrajectoryTools
 
@@ -91,6 +94,9 @@ class TrajectoryState:
         self.generation_s = self.idle_since = 0.0
         self.config = services.config.agent
         self.prompt = name_prompt(prompt, identity.uid)
+        kwargs = prompt.extra.get("interaction_kwargs")
+        # As keys of `tools_kwargs`: those that hold None may be of other users, or Arrow's.
+        self._user_kwargs = without_null_keys(kwargs) if isinstance(kwargs, Mapping) else {}
         self.user_name: str | None = self._user_kwargs.get("name") or self.config.interaction
         self.user: Interaction | None = None
         self._tool_calls, self.is_over = 0, False
@@ -172,12 +178,6 @@ class TrajectoryState:
 
     # Its simulated user.
 
-    @property
-    def _user_kwargs(self) -> Mapping[str, Any]:
-        kwargs = self.prompt.extra.get("interaction_kwargs")
-        # As keys of `tools_kwargs`: those that hold None may be of other users, or Arrow's.
-        return without_null_keys(kwargs) if isinstance(kwargs, Mapping) else {}
-
     async def start_user(self) -> None:
         """Make and start the user who takes part, if one does.
 
@@ -222,6 +222,16 @@ class TrajectoryState:
                 raise AgentError(f"end: {name} = {text!r:.80}; expected a string in UTF-8")
         if self.ending is None:
             self.ending = Ending(outcome=Outcome(outcome), reason=reason, limit_source=limit_source)
+
+    async def clean_up(self, what: str, function: Callable[[], Awaitable[Any]]) -> None:
+        """Let foreign code clean up; shielded, bounded, never raises."""
+        try:
+            with anyio.CancelScope(shield=True):
+                cleanup_s = self.services.config.limits.cleanup_s
+                limit = Clock(Deadline.after(cleanup_s, "limits.cleanup_s"))
+                await attempt(function, limit=limit, what=what)
+        except ToolError as error:
+            logger.warning("%s: %s failed: %s", self.identity.session_id, what, error)
 
     # Limits of counts. Each raises `LimitExceeded`.
 

@@ -37,10 +37,6 @@ def make_calls_question(
 class TurnLog(Protocol):
     """Of one trajectory."""
 
-    @property
-    def has_answers(self) -> bool:
-        """Whether there are any to give again."""
-
     async def wait_written(self) -> None:
         """Wait until what was noted last is written."""
 

@@ -50,8 +50,6 @@ class ReplayLog:
         is_beyond: The record ended before the agent, and nothing of the agent's had ended it.
     """
 
-    has_answers = True
-
     def __init__(
         self,
         answers: Sequence[Answer],

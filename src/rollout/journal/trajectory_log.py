@@ -62,7 +62,6 @@ class TrajectoryLog(msgspec.Struct, eq=False):
         key: Which trajectory it is.
         recorded: What earlier processes recorded of it.
         recalled: How many answers were reused.
-        has_answers: Whether the journal had any.
         number: Of the record of its end in this process; 0 where it has not ended.
     """
 
@@ -70,7 +69,6 @@ class TrajectoryLog(msgspec.Struct, eq=False):
     recorded: RecordedTrajectory
     _journal: Journal
     recalled: int = 0
-    has_answers: bool = False
     number: int = 0
     _start: int | None = None
     _latest: int = 0
@@ -96,7 +94,7 @@ class TrajectoryLog(msgspec.Struct, eq=False):
         recorded, counts = self.recorded, self._journal.counts
         is_first = self._start is None
         self._start = recorded.start if self._start is None else self._start + 1
-        self._answers, self.has_answers = None, False
+        self._answers = None
         if not (is_first and recorded.answers):
             return
         if recorded.stateful:
@@ -107,7 +105,6 @@ class TrajectoryLog(msgspec.Struct, eq=False):
             return
         counts["continued"] += 1
         self._answers = RecordedAnswers(self._journal.index.read_answers(recorded))
-        self.has_answers = True
 
     async def wait_written(self) -> None:
         """See `TurnLog`."""
@@ -117,6 +114,8 @@ class TrajectoryLog(msgspec.Struct, eq=False):
         self, prefix: TokenPrefix, seed: int, generation: Generation
     ) -> float | None:
         """See `TurnLog`."""
+        if self._answers is None:
+            return None
         await anyio.lowlevel.checkpoint()
         known = self._take(TurnRecord, make_turn_question(prefix, seed))
         return None if known is None else fill_generation(generation, known)
@@ -157,6 +156,8 @@ class TrajectoryLog(msgspec.Struct, eq=False):
         self, question: Question, segment: str, calls: Sequence[Any]
     ) -> Answers | None:
         """See `TurnLog`."""
+        if self._answers is None:
+            return None
         await anyio.lowlevel.checkpoint()
         known = self._take(ResultsRecord, question, segment)
         restore = self._journal.index.contents.restore

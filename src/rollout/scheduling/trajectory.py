@@ -11,12 +11,12 @@ import anyio
 import attrs
 
 from rollout.agents.agent_loop import AgentLoop, find_class, get_agent, make_agent
-from rollout.agents.context import AgentContext, list_segments, open_context
+from rollout.agents.context import AgentContext, list_segments
 from rollout.agents.ending import Ending, RejectedPrompt
 from rollout.agents.generating import find_natural_ending
 from rollout.agents.prompt_sampling import make_sampling
 from rollout.agents.services import Services
-from rollout.agents.trajectory_state import UNRESPONSIVE
+from rollout.agents.trajectory_state import UNRESPONSIVE, TrajectoryState
 from rollout.chat.reward_values import BadRewardError, apply_reward, check_reward_value
 from rollout.chat.trajectory import Trajectory
 from rollout.containment import Contained, UnresponsiveError
@@ -205,10 +205,9 @@ def _open_context(services: Services, run: TrajectoryRun) -> tuple[Registered, A
     if fault:
         raise RejectedPrompt("bad_sampling", fault)
     with _rejecting(ToolError, "unknown_tool"):
-        is_alone = not member.group.is_shared
-        context = open_context(
-            services, prompt, identity, sampling, run.clock, member.log, is_alone=is_alone
-        )
+        state = TrajectoryState(services, prompt, identity, run.clock, member.log)
+    group_id = f"{identity.step}/{identity.uid}" if member.group.is_shared else ""
+    context = AgentContext(state, sampling, group_id)
     if member.log is not None:
         member.log.begin()
     return agent, context
