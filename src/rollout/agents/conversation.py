@@ -213,8 +213,8 @@ class Conversation:
             rendered = self._renderer.read_opening("begin", ids, given)
         if rendered.cut_tokens:
             state.count_cut(rendered.cut_tokens)
-        await state.start_user()
         self._history.begin(rendered, self._renderer.prompt_room)
+        await state.start_user()
 
     async def begin_with(self, messages: Given, *, tools: Schemas | None = None) -> None:
         """Begin with these messages in place of the prompt's, or of those that it was opened with.

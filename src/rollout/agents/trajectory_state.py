@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import msgspec
 
-from rollout.agents.ending import Ending, RejectedPrompt
+from rollout.agents.ending import Ending
 from rollout.agents.media_intake import replace_content
 from rollout.agents.rendering import Renderer
 from rollout.bridge import loop_clock
 from rollout.chat.messages import join_contents, text_of_content
 from rollout.engine.core import WHOLE_ANSWERS
-from rollout.errors import AgentError, ConfigError, LimitExceeded, ToolError
+from rollout.errors import AgentError, LimitExceeded, ToolError
 from rollout.interactions import InteractionContext
 from rollout.limits import CARRY_S, NEVER, Clock, Deadline
 from rollout.media.records import get_content
@@ -98,6 +98,8 @@ class TrajectoryState:
         # As keys of `tools_kwargs`: those that hold None may be of other users, or Arrow's.
         self._user_kwargs = without_null_keys(kwargs) if isinstance(kwargs, Mapping) else {}
         self.user_name: str | None = self._user_kwargs.get("name") or self.config.interaction
+        if self.user_name is not None:
+            services.interactions.check(self.user_name)
         self.user: Interaction | None = None
         self._tool_calls, self.is_over = 0, False
         names = services.tools.names
@@ -179,17 +181,10 @@ class TrajectoryState:
     # Its simulated user.
 
     async def start_user(self) -> None:
-        """Make and start the user who takes part, if one does.
-
-        Raises:
-            RejectedPrompt: There is none of this name.
-        """
+        """Make and start the user who takes part, if one does."""
         if self.user_name is None:
             return
-        try:
-            self.user = self.services.interactions.create(self.user_name)
-        except ConfigError as error:
-            raise RejectedPrompt("unknown_interaction", str(error)) from None
+        self.user = self.services.interactions.create(self.user_name)
         await self.user.start(
             InteractionContext(
                 uid=self.identity.uid,

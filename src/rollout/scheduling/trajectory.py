@@ -204,7 +204,7 @@ def _open_context(services: Services, run: TrajectoryRun) -> tuple[Registered, A
     fault = find_sampling_fault(sampling, services.engines.info)
     if fault:
         raise RejectedPrompt("bad_sampling", fault)
-    with _rejecting(ToolError, "unknown_tool"):
+    with _rejecting(ToolError, "unknown_tool"), _rejecting(ConfigError, "unknown_interaction"):
         state = TrajectoryState(services, prompt, identity, run.clock, member.log)
     group_id = f"{identity.step}/{identity.uid}" if member.group.is_shared else ""
     context = AgentContext(state, sampling, group_id)
