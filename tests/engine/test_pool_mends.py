@@ -97,8 +97,7 @@ async def test_flush_cache_under_load_requests_are_cut_off_and_go_on(rollout_clo
         answers: list[list[int]] = []
 
         async def keep_asking(last: int) -> None:
-            for _ in range(3):
-                answers.append(await ask(pool, last, 6))
+            answers.extend([await ask(pool, last, 6) for _ in range(3)])
 
         async with anyio.create_task_group() as tasks:
             for last in (100, 200):
