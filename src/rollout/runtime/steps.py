@@ -12,14 +12,13 @@ import anyio
 
 from rollout.chat.group import Group
 from rollout.errors import EngineError, RolloutError
-from rollout.scheduling.calls import CLOSED_MEANWHILE
+from rollout.scheduling.calls import CLOSED_MEANWHILE, Call
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from rollout.chat.trajectory import Trajectory
     from rollout.engine.pool.pool import EnginePool
-    from rollout.scheduling.group_call import GroupCall
 
 
 logger = logging.getLogger("rollout")
@@ -31,7 +30,7 @@ LEVEL = 2
 class GroupStream(AsyncIterator[Group]):
     """Accepted groups as they finish; ends where there will be no more."""
 
-    def __init__(self, call: GroupCall) -> None:
+    def __init__(self, call: Call) -> None:
         self._call = call
 
     async def receive(self) -> Group | None:
@@ -40,7 +39,15 @@ class GroupStream(AsyncIterator[Group]):
         Raises:
             PromptError, LimitExceeded, RolloutError: As `RolloutRuntime.collect`.
         """
-        return await self._call.receive_group()
+        group = await self._call.receive_group()
+        if group is not None:
+            await self._call.record_delivery([group])
+            return group.result
+        if self._call.failure is not None:
+            raise self._call.failure
+        if not self._call.is_leaving:  # else its caller has left, and learns nothing
+            self._call.note_source_end()
+        return None
 
     async def __anext__(self) -> Group:
         try:
