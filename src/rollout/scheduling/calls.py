@@ -105,7 +105,7 @@ class Call:
         self.taken_names: set[str] = set()
         self.failure: BaseException | None = None
         self.is_replayed, self.is_closed = self._before.missing is not None, False
-        self._met_deadline = self._is_cancelled = self.is_leaving = self._ends_rewards = False
+        self._met_deadline = self._is_cancelled = self.is_leaving = self._is_ending = False
         #: Whether members wait for the others of their group when they have ended.
         self._is_by_group = source is not None or scheduler.rewards_groups
         #: Groups that are complete and not judged; and calls of group rewards.
@@ -184,7 +184,7 @@ class Call:
 
     async def _wind_up(self) -> None:
         """Interrupt rewards of groups; end members that are not carried, and wait for them."""
-        self._ends_rewards = True
+        self._is_ending = True
         for scope in self._rewards.values():
             scope.cancel()
         while self._judging:
@@ -503,7 +503,7 @@ class Call:
         """Ask for a group's reward, if it needs one; False where the call ends before that."""
         before = [each.trajectory.outcome for each in group.ended]
         if self._wants_reward(group, wanted):
-            if self._ends_rewards:
+            if self._is_ending:
                 return False
             with anyio.CancelScope() as scope:
                 self._rewards[group] = scope
@@ -616,18 +616,24 @@ class Call:
         Args:
             missing: How many groups fewer than it wanted the caller gets, without an error.
         """
-        ended = [each for group in groups for each in group.choose(self.groups.wanted.members)]
+        new = [group for group in groups if not group.delivery]  # else a caller was cancelled
+        ended = [each for group in new for each in group.choose(self.groups.wanted.members)]
         number = self._log.note_delivery([each.member for each in ended], self.step, missing)
+        for group in new:
+            group.delivery = number
         try:
-            return await self._log.wait_written(number, self.deadline.at)
+            last = max((group.delivery for group in groups), default=0)
+            return await self._log.wait_written(last, self.deadline.at)
         except BaseException:
             self.take_back(groups)
             raise
 
     def take_back(self, groups: Sequence[MemberGroup]) -> None:
-        """Queue groups that the caller did not get: for this call, or for the next one."""
-        self.groups.consumed -= len(groups)
-        self.scheduler.queue.keep(groups)
+        """Return groups that the caller did not get to this call, or to the next one."""
+        if self._is_ending:
+            self.scheduler.queue.keep(groups)
+        else:
+            self.groups.take_back(groups)
         self.scheduler.change()
 
     def find_error(self, found: int = 0) -> BaseException | None:

@@ -328,6 +328,11 @@ class Groups:
             logger.warning(IS_LATE, age, bound.most, bound.per_step)
         return group
 
+    def take_back(self, groups: Sequence[MemberGroup]) -> None:
+        """Make groups ready again that the consumer did not get."""
+        self.consumed -= len(groups)
+        self._ready.extendleft(reversed(groups))
+
     def take_leftovers(self, *, may_carry: bool = True) -> Leftovers:
         """End the call: what it has and did not take is left, as `surplus` says.
 

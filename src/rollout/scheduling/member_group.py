@@ -163,6 +163,7 @@ class MemberGroup:
         deadline_met: That, once it is over.
         is_overdue: Whether that has ended a member.
         result: What its consumer gets, once it is judged.
+        delivery: Number of the journal's record that this call gives it to its caller; 0: none.
     """
 
     number: int
@@ -182,6 +183,7 @@ class MemberGroup:
     deadline_met: Deadline | None = None
     is_overdue: bool = False
     result: Group | None = None
+    delivery: int = 0
 
     @property
     def uid(self) -> str:
@@ -224,7 +226,7 @@ class MemberGroup:
 
     def join(self, call: Any) -> None:
         """Give the group to this call, in which it has no deadline yet."""
-        self.call, self.source = call, None
+        self.call, self.source, self.delivery = call, None, 0
         self.deadline, self.deadline_met, self.is_overdue = None, None, False
         ended = [each.member for each in (*self.ended, *self.between)]
         for member in (*self.waiting, *ended):
