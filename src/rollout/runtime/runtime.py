@@ -20,7 +20,7 @@ from rollout.observe.loop_lag import LoopLag
 from rollout.runtime.collation import Collation, attach
 from rollout.runtime.explain import explain
 from rollout.runtime.measuring import BatchWatch, BatchWindow, RuntimeStatistics
-from rollout.runtime.steps import GroupStream, SleepBetweenBatches, StepCount, number_rows
+from rollout.runtime.steps import SleepBetweenBatches, StepCount, number_rows
 from rollout.scheduling.admission import Admission, Progress
 from rollout.scheduling.call_arguments import (
     check_call,
@@ -29,9 +29,9 @@ from rollout.scheduling.call_arguments import (
     make_group_call,
 )
 from rollout.scheduling.calls import Call
+from rollout.scheduling.deliveries import GroupStream, Outbox
 from rollout.scheduling.groups import Groups, Wanted
 from rollout.scheduling.member_group import MemberGroup
-from rollout.scheduling.outbox import Outbox
 from rollout.scheduling.prompts import check_names, check_prompts
 from rollout.scheduling.run_log import RunLog
 from rollout.scheduling.scheduler import Scheduler
@@ -252,22 +252,22 @@ class RolloutRuntime:
             call = make_group_call(self._scheduler, source, policy, step, groups=groups)
         with self._watch.window("collect", step, prompts=int(groups)) as window:
             call.number = window.batch
-            found: list[MemberGroup] = []
+            stream, found = GroupStream(call), list[MemberGroup]()
             try:
                 async with self._sleep.awake(), call.running():
-                    while (group := await call.receive_group()) is not None:
+                    while (group := await stream.take()) is not None:
                         found.append(group)
                 found.sort(key=lambda group: group.number)
                 rows = number_rows([each.result for each in found if each.result is not None])
-                error, metrics = call.find_error(len(found)), call.metrics()
+                error, metrics = call.find_error(len(found)), stream.metrics()
                 batch = await self._collation.batch(rows, window, layout, trim, extra=metrics)
             except BaseException:  # cancelled, or no room for tensors: nobody has them
-                call.take_back(found)
+                stream.take_back(found)
                 raise
             missing = groups - len(found) if error is None else 0
-            failure = await call.record_delivery(found, missing)
+            failure = await stream.record(found, missing)
             if len(found) < groups:
-                call.note_source_end()
+                stream.note_source_end()
             error = error or failure
             if error is None:
                 return batch

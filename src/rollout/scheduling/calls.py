@@ -36,11 +36,10 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 
     from rollout.chat.trajectory import Trajectory
-    from rollout.errors import JournalError
+    from rollout.scheduling.deliveries import Outbox
     from rollout.scheduling.group_queue import PromptSource
     from rollout.scheduling.groups import Groups, Leftovers
     from rollout.scheduling.member_group import Member, MemberGroup
-    from rollout.scheduling.outbox import Outbox
     from rollout.scheduling.scheduler import Scheduler
     from rollout.scheduling.selection import Accept
 
@@ -50,8 +49,6 @@ CLOSED_MEANWHILE = "the runtime was closed while this call was running"
 STALE = "stale"
 #: While engines pause, a group's deadline moves: it is looked at as often at most.
 LEAST_WAIT_S = 0.01
-#: A consumer that waits for so long, and for itself, gets a hint in the log.
-HINT_S = 5.0
 
 
 class Call:
@@ -73,6 +70,7 @@ class Call:
         taken_names: Uids of groups that it has adopted.
         selection: What it took of what it had run.
         failure: What it ends with; None while all is well.
+        is_ending: Whether it admits nothing more, and ends what is not carried.
         is_leaving: Whether its caller leaves it.
         has_ended: Set once only carried members are left of it.
         is_closed: Whether it was ended because the runtime is being closed.
@@ -105,7 +103,7 @@ class Call:
         self.taken_names: set[str] = set()
         self.failure: BaseException | None = None
         self.is_replayed, self.is_closed = self._before.missing is not None, False
-        self._met_deadline = self._is_cancelled = self.is_leaving = self._is_ending = False
+        self._met_deadline = self._is_cancelled = self.is_leaving = self.is_ending = False
         #: Whether members wait for the others of their group when they have ended.
         self._is_by_group = source is not None or scheduler.rewards_groups
         #: Groups that are complete and not judged; and calls of group rewards.
@@ -184,7 +182,7 @@ class Call:
 
     async def _wind_up(self) -> None:
         """Interrupt rewards of groups; end members that are not carried, and wait for them."""
-        self._is_ending = True
+        self.is_ending = True
         for scope in self._rewards.values():
             scope.cancel()
         while self._judging:
@@ -218,7 +216,7 @@ class Call:
 
     def list_unfinished(self) -> dict[Member, bool]:
         """Members without an outcome, and True for those that wait for others of their group."""
-        found = dict.fromkeys(self._list_members(), False)
+        found = dict.fromkeys(self.list_members(), False)
         if self._is_by_group:
             found |= {each.member: True for group in self.groups.open for each in group.ended}
         members = sorted(found, key=lambda each: (each.identity.group, each.identity.member))
@@ -229,7 +227,7 @@ class Call:
         if uid is None and member is None:
             self._is_cancelled = True
             self.groups.stop()
-        members = [*self._list_members(), *self._list_unrewarded()]
+        members = [*self.list_members(), *self._list_unrewarded()]
         chosen = [each for each in members if each.can_cancel(uid, member)]
         cancel_members(chosen, reason)
         self.scheduler.change()
@@ -239,7 +237,7 @@ class Call:
         """End it because the runtime is being closed: every member of a list gets its outcome."""
         self.is_closed = True
         self.end_with(RolloutError(CLOSED_MEANWHILE))
-        cancel_members(self._list_members(), CLOSED)
+        cancel_members(self.list_members(), CLOSED)
         if self.outbox is None:
             self.is_leaving = True
         else:
@@ -257,14 +255,12 @@ class Call:
         if not self.groups.has_all:
             self.end_with(error)
 
-    def _list_running(self) -> list[Member]:
-        """Members that have a slot here and no outcome."""
-        live = (member for member in self.scheduler.live if member.group.call is self)
-        return [each for each in live if not (each.is_finished or each.is_carried)]
-
-    def _list_members(self) -> list[Member]:
-        waiting = (member for group in self.groups.open for member in group.waiting)
-        return [*self._list_running(), *waiting]
+    def list_members(self, *, has_slot: bool = False) -> list[Member]:
+        """Members without an outcome; or those of them that have a slot."""
+        live = [member for member in self.scheduler.live if member.group.call is self]
+        running = [each for each in live if not (each.is_finished or each.is_carried)]
+        open_groups = () if has_slot else self.groups.open
+        return [*running, *(member for group in open_groups for member in group.waiting)]
 
     def _list_unrewarded(self) -> list[Member]:
         """Members that have ended, and whose group is still to get its reward."""
@@ -281,8 +277,8 @@ class Call:
 
     async def _admit(self) -> None:
         """Give slots to members, one after the other, and run them, while the call is open."""
-        for _ in range(self._before.pull_count):  # the source is brought where it stood then
-            await self._repeat_pull()
+        if self.source is not None:
+            await self._repeat_pulls(self.source)
         while True:
             member = await self._find_next_member()
             recorded = self._log.find_trajectory(member)
@@ -303,13 +299,13 @@ class Call:
                 ending = explain_cut(member, member.deadline_met or self.deadline)
                 await self._finish_unstarted(member, make_unstarted(member, ending))
 
-    async def _repeat_pull(self) -> None:
-        source = self.source
-        assert source is not None
-        if not source.is_over and source.failure is None:
-            source.ask(self.step)
-        while source.is_pulling:
-            await self.scheduler.wait_change()
+    async def _repeat_pulls(self, source: PromptSource) -> None:
+        """Bring the source of a resumed call where it stood then."""
+        for _ in range(self._before.pull_count):
+            if not source.is_over and source.failure is None:
+                source.ask(self.step)
+            while source.is_pulling:
+                await self.scheduler.wait_change()
 
     async def _find_next_member(self) -> Member:
         """Wait for a member to be admitted, and adopt groups until there is one."""
@@ -366,17 +362,12 @@ class Call:
             return
         member.batch = self.number
         self.groups.begin(member)
-        if not member.is_carried:
-            self._note_admitted()
+        self._tally.admitted += self.outbox is None and not member.is_carried
         self.scheduler.run_member(member)
-
-    def _note_admitted(self) -> None:
-        """Count a member as admitted; those of a list were, all at once."""
-        self._tally.admitted += self.outbox is None
 
     async def _finish_unstarted(self, member: Member, trajectory: Trajectory) -> None:
         """End a member whose agent does not run: it was cancelled, or is in the journal."""
-        self._note_admitted()
+        self._tally.admitted += self.outbox is None  # those of a list were, all at once
         if self._note_end(member, trajectory):
             self._start_judging(member.group)
         await self._deliver_alone(member, trajectory)
@@ -403,7 +394,7 @@ class Call:
             pause_s = LEAST_WAIT_S if scope.cancelled_caught else 0.0
         self._met_deadline = True
         self.groups.stop()
-        left = [*self._list_members(), *self._list_unrewarded()]
+        left = [*self.list_members(), *self._list_unrewarded()]
         cancel_members([m for m in left if m.cancel_reason is None], deadline=self.deadline)
         self.scheduler.change()
 
@@ -486,7 +477,7 @@ class Call:
                 is_replaced = self.groups.wanted.on_group_deadline == "refill"
                 verdict = "replaced" if is_replaced else "dropped"
                 self.groups.settle(group, verdict, f"{group.uid!r} met group_s")
-                self._emit_group_ended(wanted, "dropped")
+                emit_group_ended(self._events, wanted, "dropped")
             elif not await self._reward(group, wanted):
                 pass
             elif self.outbox is None:
@@ -503,7 +494,7 @@ class Call:
         """Ask for a group's reward, if it needs one; False where the call ends before that."""
         before = [each.trajectory.outcome for each in group.ended]
         if self._wants_reward(group, wanted):
-            if self._is_ending:
+            if self.is_ending:
                 return False
             with anyio.CancelScope() as scope:
                 self._rewards[group] = scope
@@ -541,7 +532,7 @@ class Call:
             self._fail(error)
             return
         group.result = result
-        self._emit_group_ended(wanted, "accepted" if is_accepted else "refused")
+        emit_group_ended(self._events, wanted, "accepted" if is_accepted else "refused")
         if is_accepted:
             self.groups.settle(group, "accepted")
         else:
@@ -554,22 +545,18 @@ class Call:
         """End a group of a list; deliver its members, where they have waited for each other."""
         self._tell_rewarded(wanted)
         if self._events.tells_all:
-            self._emit_group_ended(wanted)
+            emit_group_ended(self._events, wanted)
         self.groups.settle(group, "delivered")
         group.ended = []  # else members, their groups and trajectories refer to each other
         if self._is_by_group:
             await outbox.deliver(wanted)
-
-    def _emit_group_ended(self, wanted: Sequence[Ended], verdict: str = "") -> None:
-        if self._events.is_on:
-            emit_group_ended(self._events, wanted, verdict)
 
     def _tell_rewarded(self, ended: Iterable[Ended]) -> None:
         """Tell readers of events of members whose group has its reward, or will get none."""
         for member, trajectory in ended if self._is_by_group else ():
             self.scheduler.tell_end(member, trajectory)
 
-    # What its caller gets: trajectories are in the outbox; and accepted groups.
+    # What its caller gets: see `deliveries.py`.
 
     async def receive_batch(self) -> None:
         """Wait until every member of a list has ended; no member has a slot then.
@@ -585,56 +572,6 @@ class Call:
         error = self.find_error()
         if error is not None:
             raise error
-
-    async def receive_group(self) -> MemberGroup | None:
-        """Return the next accepted group; None where there will be none: `find_error` says why.
-
-        `record_delivery` must follow, or `take_back`.
-        """
-        hint_at = anyio.current_time() + HINT_S
-        while (group := self.groups.take()) is None:
-            if self.failure is not None or self.groups.is_complete:
-                return None
-            with anyio.CancelScope(deadline=hint_at) as scope:
-                await self.scheduler.wait_change()
-            if scope.cancelled_caught:
-                hint_at += HINT_S
-                if self.groups.waits_for:
-                    self._tally.hint("update_weights", self.groups.waits_for)
-        self.scheduler.change()
-        assert group.result is not None
-        self.selection.note_accepted(group.result.trajectories)
-        return group
-
-    async def record_delivery(
-        self, groups: Sequence[MemberGroup], missing: int = 0
-    ) -> JournalError | None:
-        """Record that the caller gets these groups; return why the journal could not, if so.
-
-        The caller gets them all the same. Cancelled meanwhile, it has them taken back.
-
-        Args:
-            missing: How many groups fewer than it wanted the caller gets, without an error.
-        """
-        new = [group for group in groups if not group.delivery]  # else a caller was cancelled
-        ended = [each for group in new for each in group.choose(self.groups.wanted.members)]
-        number = self._log.note_delivery([each.member for each in ended], self.step, missing)
-        for group in new:
-            group.delivery = number
-        try:
-            last = max((group.delivery for group in groups), default=0)
-            return await self._log.wait_written(last, self.deadline.at)
-        except BaseException:
-            self.take_back(groups)
-            raise
-
-    def take_back(self, groups: Sequence[MemberGroup]) -> None:
-        """Return groups that the caller did not get to this call, or to the next one."""
-        if self._is_ending:
-            self.scheduler.queue.keep(groups)
-        else:
-            self.groups.take_back(groups)
-        self.scheduler.change()
 
     def find_error(self, found: int = 0) -> BaseException | None:
         """Find the error that the call ends with, if any.
@@ -657,13 +594,3 @@ class Call:
         if is_short and source is not None and source.is_over and not self._is_cancelled:
             return SourceEnded(f"the source ended: {found} of {wanted} groups")
         return None
-
-    def note_source_end(self) -> None:
-        """Forget a source that is over, as the caller learns now; named again, it begins again."""
-        if self.source is not None and self.source.is_over:
-            self.scheduler.queue.forget(self.source)
-
-    def metrics(self) -> dict[str, float]:
-        """See `Selection`."""
-        running = [member.tokens for member in self._list_running()]
-        return {**self.groups.count(), **self.selection.metrics(running)}
