@@ -23,7 +23,7 @@ from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
 from rollout.limits import NEVER, Limit
 from rollout.scheduling import trajectory as trajectory_module
-from rollout.scheduling.deliveries import Outbox
+from rollout.scheduling.outbox import Outbox
 from rollout.scheduling.rewards import score as rewarding_module
 from rollout.scheduling.scheduler import Scheduler
 from rollout.scheduling.trajectory import TrajectoryRun

@@ -29,9 +29,10 @@ from rollout.scheduling.call_arguments import (
     make_group_call,
 )
 from rollout.scheduling.calls import Call
-from rollout.scheduling.deliveries import GroupStream, Outbox
+from rollout.scheduling.group_stream import GroupStream
 from rollout.scheduling.groups import Groups, Wanted
 from rollout.scheduling.member_group import MemberGroup
+from rollout.scheduling.outbox import Outbox
 from rollout.scheduling.prompts import check_names, check_prompts
 from rollout.scheduling.run_log import RunLog
 from rollout.scheduling.scheduler import Scheduler

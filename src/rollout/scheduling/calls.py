@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 
     from rollout.chat.trajectory import Trajectory
-    from rollout.scheduling.deliveries import Outbox
     from rollout.scheduling.group_queue import PromptSource
     from rollout.scheduling.groups import Groups, Leftovers
     from rollout.scheduling.member_group import Member, MemberGroup
+    from rollout.scheduling.outbox import Outbox
     from rollout.scheduling.scheduler import Scheduler
     from rollout.scheduling.selection import Accept
 
@@ -556,7 +556,7 @@ class Call:
         for member, trajectory in ended if self._is_by_group else ():
             self.scheduler.tell_end(member, trajectory)
 
-    # What its caller gets: see `deliveries.py`.
+    # What its caller gets: an outbox, or a `GroupStream`.
 
     async def receive_batch(self) -> None:
         """Wait until every member of a list has ended; no member has a slot then.
