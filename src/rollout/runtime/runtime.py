@@ -93,9 +93,7 @@ class RolloutRuntime:
         self._watch = BatchWatch(services, self._lag)
         self._steps, self._clock = StepCount(), loop_clock()
         self._scheduler = Scheduler(
-            config,
             runner,
-            services.threads,
             run_seed,
             self.admission,
             lambda job: self._tasks.start_soon(job),  # noqa: PLW0108  (there is no group yet)

@@ -435,7 +435,8 @@ class Call:
             is_wanted: Whether it may be taken, and counts for `scheduling.max_failures`: it is no
                 surplus, and not restarted.
         """
-        self.selection.note_end(trajectory)
+        if self.outbox is None:
+            self.selection.note_end(trajectory)
         self._bad.add(trajectory, is_wanted=is_wanted)
         if is_wanted:
             self._check_failures(trajectory)

@@ -21,12 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from rollout.chat.trajectory import Trajectory
-    from rollout.config import RolloutConfig
     from rollout.scheduling.admission import Admission
     from rollout.scheduling.member_group import Member, MemberGroup
     from rollout.scheduling.run_log import RunLog
     from rollout.scheduling.trajectory import TrajectoryRunner
-    from rollout.worker_threads import WorkerThreads
 
 #: Reason of carried members that do not continue because the caller wants none.
 DISCARDED = "discarded"
@@ -43,34 +41,36 @@ class Scheduler:
         start: Starts a task of the runtime's: carried members outlive the call that started them.
 
     Attributes:
+        log: The journal.
         calls: Each `Call` that is open; its module imports this one.
         live: Members that have a task.
         queue: Groups that no call has.
-        log: The journal.
     """
 
     def __init__(
         self,
-        config: RolloutConfig,
         runner: TrajectoryRunner,
-        threads: WorkerThreads,
         run_seed: int,
         admission: Admission,
         start: Callable[..., object],
         log: RunLog,
     ) -> None:
         services = runner.services
-        self.config, self.engines, self.log, self.start = config, services.engines, log, start
-        self.events, self.tally = services.events, services.tally
-        self.rewarding = runner.rewarding
+        self.config, self.engines, self.start, self.log = (
+            services.config,
+            services.engines,
+            start,
+            log,
+        )
+        self.events, self.tally, self.rewarding = services.events, services.tally, runner.rewarding
         self.calls: dict[Any, None] = {}
         self.live: dict[Member, None] = {}
         self._runner, self._limiter = runner, admission.limiter
         self._containment, self._is_closing = services.containment, False
         self._changed = anyio.Event()
         admission.on_change = self.change
-        self._run_seed, self._samples = run_seed, config.scheduling.samples_per_prompt
-        self.queue = GroupQueue(self, threads, services.containment)
+        self._run_seed = run_seed
+        self.queue = GroupQueue(self, services.threads, services.containment)
 
     @property
     def rewards_groups(self) -> bool:
@@ -221,7 +221,8 @@ class Scheduler:
                 count += 1
                 group.prompt = msgspec.structs.replace(group.prompt, uid=f"{uid}@{count}")
             step = step if group.before is None else group.before.step
-            group.add_members(self._samples, step=step, run_seed=self._run_seed)
+            samples = self.config.scheduling.samples_per_prompt
+            group.add_members(samples, step=step, run_seed=self._run_seed)
             self.log.enrol(group)
         names.add(group.uid)
 
