@@ -23,7 +23,7 @@ from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
 from rollout.limits import NEVER, Limit
 from rollout.scheduling import trajectory as trajectory_module
-from rollout.scheduling.batch_call import BatchCall
+from rollout.scheduling.outbox import Outbox
 from rollout.scheduling.rewards import score as rewarding_module
 from rollout.scheduling.scheduler import Scheduler
 from rollout.scheduling.trajectory import TrajectoryRun
@@ -221,24 +221,23 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("outcome delivered twice", "too often")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = BatchCall._deliver
+    real = Outbox.deliver
 
-    async def deliver(self: BatchCall, *ended: Any) -> None:
-        await real(self, *ended)
-        await real(self, *ended)
+    async def deliver(self: Outbox, ended: Any) -> None:
+        await real(self, ended)
+        await real(self, ended)
 
-    patch.setattr(BatchCall, "_deliver", deliver)
+    patch.setattr(Outbox, "deliver", deliver)
 
 
 @bug("outcome never delivered", "was not delivered")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = BatchCall._deliver
+    real = Outbox.deliver
 
-    async def deliver(self: BatchCall, member: Any, trajectory: Any) -> None:
-        if trajectory.outcome != "deadline":
-            await real(self, member, trajectory)
+    async def deliver(self: Outbox, ended: Any) -> None:
+        await real(self, [each for each in ended if each.trajectory.outcome != "deadline"])
 
-    patch.setattr(BatchCall, "_deliver", deliver)
+    patch.setattr(Outbox, "deliver", deliver)
 
 
 @bug("failure with a reward", "with the reward 0.0; expected None")

@@ -62,17 +62,16 @@ class World:
                     running.append(member)
             elif move == 3 and running:
                 self.end(groups, running.pop(self.dice.randrange(len(running))))
-            elif move == 4 and wanted.groups is None and (taken := groups.take()) is not None:
+            elif move == 4 and (taken := groups.take()) is not None:
                 self.ends[taken.number] += 1
                 if bound is not None and taken.version is not None:
                     assert self.version - taken.version <= bound.most
                 if bound is not None and groups.consumed % bound.per_step == 0:
                     self.version += 1
         if wanted.groups is not None:
-            taken_all = groups.take_all()
-            assert [g.number for g in taken_all] == sorted(g.number for g in taken_all)
-            assert len(taken_all) <= wanted.groups
-            self.ends.update(group.number for group in taken_all)
+            while (taken := groups.take()) is not None:
+                self.ends[taken.number] += 1
+            assert groups.consumed <= wanted.groups
         for member in running:
             if member.group.is_complete:  # it was cancelled, and has ended
                 member.group.forget(member)

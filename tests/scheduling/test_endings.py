@@ -188,3 +188,33 @@ async def test_slow_consumer_of_a_stream_gets_every_trajectory_that_was_cancelle
                 await anyio.sleep(1.0)  # the buffer is full
                 found.append(trajectory.member)
     assert sorted(found) == list(range(22))
+
+
+@pytest.mark.parametrize("call", ["generate", "stream", "collect", "stream_groups"])
+async def test_caller_that_is_cancelled_with_its_runtime_gets_its_cancellation(call: str) -> None:
+    """Both meet the same scope: the end of the call's task is no error of the caller's."""
+    prompts, args = [Prompt("go")], [1] if call == "collect" else []
+    slow = Scenario(seed=1).reply("", filler=4000)
+    for rounds in (0, 5):
+        met: list[str] = []
+        with anyio.CancelScope() as scope:
+            async with rollout.open_rollout(slow.config()) as runtime:
+
+                async def stop(scope: anyio.CancelScope = scope, rounds: int = rounds) -> None:
+                    for _ in range(rounds):
+                        await anyio.lowlevel.checkpoint()
+                    scope.cancel()
+
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(stop)
+                    try:
+                        if args or call == "generate":
+                            await getattr(runtime, call)(prompts, *args)
+                        else:
+                            async with getattr(runtime, call)(prompts) as found:
+                                assert [each async for each in found] == []
+                    except Exception as error:
+                        met.append(str(error))
+                        raise
+        assert scope.cancelled_caught
+        assert met == []

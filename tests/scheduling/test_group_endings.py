@@ -15,9 +15,10 @@ from test_groups import Counted, user
 from trio.testing import MockClock
 
 import rollout
-from rollout import Group, GroupPolicy, Outcome
+from rollout import Group, GroupPolicy, Outcome, ToolCall
 from rollout.agents import AgentContext, AgentLoop
-from rollout.errors import LimitExceeded, RolloutError, SourceEnded
+from rollout.errors import EngineError, LimitExceeded, RolloutError, SourceEnded
+from rollout.tools import Tool, ToolContext, ToolSession
 
 pytestmark = pytest.mark.anyio
 
@@ -267,3 +268,49 @@ async def test_call_that_begins_as_the_runtime_is_closed_learns_it(call: str, sl
                         await anyio.lowlevel.checkpoint()
         assert len(said) == 1
         assert "closed" in said[0]
+
+
+class ClosesSlowly(Tool):
+    """Its session takes long to close."""
+
+    name = "slow_close"
+    schema: ClassVar[dict[str, Any]] = {
+        "type": "function",
+        "function": {"name": "slow_close", "parameters": {"type": "object", "properties": {}}},
+    }
+
+    async def open(self, context: ToolContext) -> ToolSession:
+        class Session(ToolSession):
+            async def execute(self, call: ToolCall) -> str:
+                return "done"
+
+            async def close(self) -> None:
+                await anyio.sleep(4.0)
+
+        return Session()
+
+
+async def test_agent_that_runs_again_after_its_groups_deadline_ends_at_once() -> None:
+    attempts: list[float] = []
+
+    @rollout.register_agent("loses_its_engine")
+    class LosesItsEngine(AgentLoop):
+        async def run(self, context: AgentContext) -> None:
+            attempts.append(anyio.current_time())
+            await context.generate()
+            if len(attempts) == 1:
+                await context.call_tools([ToolCall(name="slow_close", arguments={}, id="1")])
+                await anyio.sleep_until(attempts[0] + 98.0)
+                raise EngineError("the engine is gone")
+            await anyio.sleep(1000.0)
+
+    opened = config(members=1, agent="loses_its_engine")
+    still = attrs.evolve(opened.scheduling, adaptive_admission=False)  # nothing else happens
+    opened = attrs.evolve(opened, scheduling=still)
+    async with rollout.open_rollout(opened, [ClosesSlowly()]) as runtime:
+        policy, began = GroupPolicy(group_s=100.0), anyio.current_time()
+        batch = await runtime.collect([user("go", uid="p0")], 1, policy=policy)
+        assert anyio.current_time() - began < 103.0
+    assert len(attempts) == 2
+    (ended,) = batch.trajectories
+    assert (ended.outcome, ended.limit_source) == ("deadline", "scheduling.groups.group_s")

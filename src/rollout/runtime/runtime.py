@@ -20,15 +20,24 @@ from rollout.observe.loop_lag import LoopLag
 from rollout.runtime.collation import Collation, attach
 from rollout.runtime.explain import explain
 from rollout.runtime.measuring import BatchWatch, BatchWindow, RuntimeStatistics
-from rollout.runtime.steps import GroupStream, SleepBetweenBatches, StepCount, number_rows
+from rollout.runtime.steps import SleepBetweenBatches, StepCount, number_rows
 from rollout.scheduling.admission import Admission, Progress
-from rollout.scheduling.batch_call import BatchCall, make_groups
-from rollout.scheduling.call_arguments import check_call, check_groups, check_target
-from rollout.scheduling.group_call import get_result, make_group_call
+from rollout.scheduling.call_arguments import (
+    check_call,
+    check_groups,
+    check_target,
+    make_group_call,
+)
+from rollout.scheduling.calls import Call
+from rollout.scheduling.group_stream import GroupStream
+from rollout.scheduling.groups import Groups, Wanted
+from rollout.scheduling.member_group import MemberGroup
+from rollout.scheduling.outbox import Outbox
 from rollout.scheduling.prompts import check_names, check_prompts
 from rollout.scheduling.run_log import RunLog
 from rollout.scheduling.scheduler import Scheduler
 from rollout.scopes import open_task_group
+from rollout.types import name_prompt
 from rollout.worker_threads import may_leave_loop, run_in_thread
 
 if TYPE_CHECKING:
@@ -47,7 +56,6 @@ if TYPE_CHECKING:
     from rollout.journal.journal import Journal
     from rollout.observe.explanation import Explanation
     from rollout.scheduling.group_queue import Source
-    from rollout.scheduling.member_group import MemberGroup
     from rollout.scheduling.trajectory import TrajectoryRunner
     from rollout.tensor_layout import Layout, Trim
     from rollout.types import Prompt
@@ -85,9 +93,7 @@ class RolloutRuntime:
         self._watch = BatchWatch(services, self._lag)
         self._steps, self._clock = StepCount(), loop_clock()
         self._scheduler = Scheduler(
-            config,
             runner,
-            services.threads,
             run_seed,
             self.admission,
             lambda job: self._tasks.start_soon(job),  # noqa: PLW0108  (there is no group yet)
@@ -137,26 +143,25 @@ class RolloutRuntime:
 
         Errors after the start carry what there was as `partial`.
         """
-        groups, step, deadline = await self._new_groups(
-            prompts, samples, step, validate, layout, trim
+        call, outbox = await self._make_call(
+            "generate", prompts, samples, step, validate, layout, trim
         )
-        call = BatchCall(self._scheduler, groups, step=step, deadline=deadline)
-        with self._watched(call, validate) as window:
+        with self._watched(call, outbox, validate) as window:
             try:
                 async with self._sleep.awake(), call.running():
-                    await call.wait()
+                    await call.receive_batch()
             except Exception as error:
-                rows = call.list_trajectories()
+                rows = outbox.list_trajectories()
                 attach(error, await self._collation.batch(rows, window, layout, trim))
                 raise
-            rows = call.list_trajectories()
+            rows = outbox.list_trajectories()
             try:
                 batch = await self._collation.batch(rows, window, layout, trim)
             except Exception as error:  # too little memory, say, which less may have room in
                 with suppress(Exception):
                     attach(error, await self._collation.batch(rows, window, "packed"))
                 raise
-        self._scheduler.log.note_delivery(call.members)
+        self._scheduler.log.note_delivery(outbox.members)
         return batch
 
     @asynccontextmanager
@@ -180,21 +185,20 @@ class RolloutRuntime:
         The `partial` of an error holds the trajectories that had ended, but for those that were
         received and are not referenced any more.
         """
-        groups, step, deadline = await self._new_groups(prompts, samples, step, validate)
-        call = BatchCall(self._scheduler, groups, step=step, deadline=deadline, is_stream=True)
-        with self._watched(call, validate) as window:
+        call, outbox = await self._make_call("stream", prompts, samples, step, validate)
+        was_left = False
+        with self._watched(call, outbox, validate) as window:
             async with self._sleep.awake():
                 try:
                     async with call.running():
-                        yield call.received
+                        yield outbox.received
+                        was_left = not (call.has_ended.is_set() or call.is_closed)
                 except anyio.ClosedResourceError:
                     if not call.is_closed:
                         raise  # else its receiver was closed with the runtime
-            error = None if call.was_left else call.find_error()
+            error = None if was_left else call.find_error()
             if error is not None:
-                # Where the caller is cancelled, so is the call's task: that is no error of its own.
-                await anyio.lowlevel.checkpoint_if_cancelled()
-                rows = call.list_trajectories()
+                rows = outbox.list_trajectories()
                 attach(error, await self._collation.batch(rows, window))
                 raise error
 
@@ -246,23 +250,23 @@ class RolloutRuntime:
         with self._steps.counted(step) as step:
             call = make_group_call(self._scheduler, source, policy, step, groups=groups)
         with self._watch.window("collect", step, prompts=int(groups)) as window:
-            call.batch = window.batch
-            found: list[MemberGroup] = []
+            call.number = window.batch
+            stream, found = GroupStream(call), list[MemberGroup]()
             try:
                 async with self._sleep.awake(), call.running():
-                    found = await call.receive_all()
-                rows = number_rows([*map(get_result, found)])
-                error, metrics = call.find_error(groups, len(found)), call.metrics()
-                if error is not None:
-                    await anyio.lowlevel.checkpoint_if_cancelled()  # as in `stream`
+                    while (group := await stream.take()) is not None:
+                        found.append(group)
+                found.sort(key=lambda group: group.number)
+                rows = number_rows([each.result for each in found if each.result is not None])
+                error, metrics = call.find_error(len(found)), stream.metrics()
                 batch = await self._collation.batch(rows, window, layout, trim, extra=metrics)
             except BaseException:  # cancelled, or no room for tensors: nobody has them
-                call.take_back(found)
+                stream.take_back(found)
                 raise
             missing = groups - len(found) if error is None else 0
-            failure = await call.record_delivery(found, missing)
+            failure = await stream.record(found, missing)
             if len(found) < groups:
-                call.note_source_end()
+                stream.note_source_end()
             error = error or failure
             if error is None:
                 return batch
@@ -310,7 +314,7 @@ class RolloutRuntime:
                 groups_per_step=groups_per_step,
             )
         with self._watch.window("stream_groups", step) as window:
-            call.batch = window.batch
+            call.number = window.batch
             async with self._sleep.awake(), call.running():
                 yield GroupStream(call)
 
@@ -440,24 +444,25 @@ class RolloutRuntime:
         return explain(self.services.engines, self._clock(), calls, carried, blocked_s)
 
     @contextmanager
-    def _watched(self, call: BatchCall, validate: bool) -> Iterator[BatchWindow]:
-        count, members = call.group_count, len(call.members)
+    def _watched(self, call: Call, outbox: Outbox, validate: bool) -> Iterator[BatchWindow]:
+        prompts, members = call.groups.wanted.groups, len(outbox.members)
         with self._watch.window(
-            call.name, call.step, validate=validate, prompts=count, trajectories=members
+            call.name, call.step, validate=validate, prompts=prompts or 0, trajectories=members
         ) as window:
-            call.batch = window.batch
+            call.number = window.batch
             yield window
 
-    async def _new_groups(
+    async def _make_call(
         self,
+        name: str,
         prompts: Sequence[Prompt],
         samples: int | None,
         step: int | None,
         validate: bool,
         layout: Layout = "padded",
         trim: Trim = False,
-    ) -> tuple[list[MemberGroup], int, Deadline]:
-        """The groups of a call whose arguments are good, its step, and its deadline."""
+    ) -> tuple[Call, Outbox]:
+        """A call of a list whose arguments are good, and where its trajectories come out."""
         self._refuse_calls()
         step, samples = check_call(step, validate, samples, layout, trim)
         deadline = Deadline.after(self.config.limits.batch_s, "limits.batch_s")
@@ -465,10 +470,16 @@ class RolloutRuntime:
         is_long = isinstance(prompts, Sized) and len(prompts) * samples > MANY_MEMBERS
         with self._steps.counted(step) as step:
             make = partial(self._make_groups, prompts, samples, step, validate)
-            groups, enrol = await run_in_thread(make) if is_long else make()
+            batch, enrol = await run_in_thread(make) if is_long else make()
             self._refuse_when_closed()
             enrol()
-        return groups, step, deadline
+        groups = Groups(Wanted(groups=len(batch), members=samples))
+        groups.stop_pulling()
+        scheduler, members = self._scheduler, [each for group in batch for each in group.waiting]
+        is_stream = name == "stream"
+        outbox = Outbox(members, scheduler.log, deadline.at, scheduler.change, is_stream=is_stream)
+        call = Call(scheduler, groups, name=name, step=step, deadline=deadline, outbox=outbox)
+        return call, outbox
 
     def _make_groups(
         self, prompts: Sequence[Prompt], samples: int, step: int, validate: bool
@@ -476,14 +487,10 @@ class RolloutRuntime:
         """Those of a call, whose prompts are good; and what gives their members logs."""
         uids, services = check_prompts(prompts), self.services
         check_names(prompts, self.config.agent, services.tools.names, services.interactions)
-        groups = make_groups(
-            prompts,
-            uids,
-            samples=samples,
-            step=step,
-            run_seed=self._run_seed,
-            validate=validate,
-        )
+        groups = []
+        for number, (prompt, uid) in enumerate(zip(prompts, uids, strict=True)):
+            groups.append(group := MemberGroup(number, name_prompt(prompt, uid)))
+            group.add_members(samples, step=step, run_seed=self._run_seed, validate=validate)
         members = [member for group in groups for member in group.waiting]
         return groups, self._scheduler.log.enrol_batch(members)
 

@@ -1,59 +1,29 @@
-"""The calls of a runtime: which step each is, what they give out, and when the engines sleep."""
+"""The calls of a runtime: which step each is, and when the engines sleep."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, contextmanager
 from copy import copy
 from typing import TYPE_CHECKING
 
 import anyio
 
-from rollout.chat.group import Group
 from rollout.errors import EngineError, RolloutError
 from rollout.scheduling.calls import CLOSED_MEANWHILE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import AsyncIterator, Iterator, Sequence
 
+    from rollout.chat.group import Group
     from rollout.chat.trajectory import Trajectory
     from rollout.engine.pool.pool import EnginePool
-    from rollout.scheduling.group_call import GroupCall
 
 
 logger = logging.getLogger("rollout")
 
 #: How deep engines sleep: a trainer needs all of the memory, and gives new weights as a rule.
 LEVEL = 2
-
-
-class GroupStream(AsyncIterator[Group]):
-    """Accepted groups as they finish; ends where there will be no more."""
-
-    def __init__(self, call: GroupCall) -> None:
-        self._call = call
-
-    async def receive(self) -> Group | None:
-        """The next accepted group; None where there will be none.
-
-        Raises:
-            PromptError, LimitExceeded, RolloutError: As `RolloutRuntime.collect`.
-        """
-        return await self._call.receive_group()
-
-    async def __anext__(self) -> Group:
-        try:
-            group = await self.receive()
-        except StopAsyncIteration as error:  # else the loop ends as if all was well
-            raise RuntimeError("the source, or accept, raised StopAsyncIteration") from error
-        if group is None:
-            raise StopAsyncIteration
-        return group
-
-    def metrics(self) -> dict[str, float]:
-        """What the stream took so far of what it had run; see `rollout.scheduling.selection`."""
-        return self._call.metrics()
 
 
 class StepCount:

@@ -1,8 +1,8 @@
-"""One call of a runtime: it admits members, notes their ends, and judges their groups.
+"""One call of a runtime: it admits members, notes their ends, and gives its caller what it wants.
 
-All calls go this way. `generate` and `stream` have the groups of a list from the start, and want
-all of them (`batch_call.py`); `collect` and `stream_groups` pull groups while they want some
-(`group_call.py`).
+All four methods are a `Call`. `generate` and `stream` have the groups of a list, want all of them,
+and give out trajectories: they have an outbox. `collect` and `stream_groups` have a source, adopt
+groups while they want some, and give out those that are accepted; members may outlive the call.
 """
 
 from __future__ import annotations
@@ -14,75 +14,102 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from rollout.errors import RolloutError
-from rollout.limits import Deadline
-from rollout.scheduling.endings import CLOSED, BadEndings, explain_cut, make_unstarted
-from rollout.scheduling.member_group import GROUP_S, Ended, Stage, cancel_members
+from rollout.chat.group import Group
+from rollout.errors import RolloutError, SourceEnded
+from rollout.limits import NEVER, Deadline
+from rollout.scheduling.endings import (
+    CLOSED,
+    LOST,
+    SURPLUS,
+    BadEndings,
+    explain_cut,
+    make_unstarted,
+)
+from rollout.scheduling.member_group import GROUP_S, Ended, cancel_members
+from rollout.scheduling.run_log import RecordedCall
+from rollout.scheduling.selection import Selection, call_accept, describe_refusal
 from rollout.scheduling.trajectory_events import emit_group_ended
+from rollout.scopes import find_propagating
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 
     from rollout.chat.trajectory import Trajectory
+    from rollout.scheduling.group_queue import PromptSource
     from rollout.scheduling.groups import Groups, Leftovers
     from rollout.scheduling.member_group import Member, MemberGroup
+    from rollout.scheduling.outbox import Outbox
     from rollout.scheduling.scheduler import Scheduler
+    from rollout.scheduling.selection import Accept
 
 #: The error of calls that were running when the runtime was closed.
 CLOSED_MEANWHILE = "the runtime was closed while this call was running"
-#: Reason of members that nobody wants any more.
-SURPLUS = "surplus"
+#: Reason of carried members whose tokens are too old to take.
+STALE = "stale"
 #: While engines pause, a group's deadline moves: it is looked at as often at most.
 LEAST_WAIT_S = 0.01
 
 
 class Call:
-    """What all calls have in common.
+    """A call of `generate`, `stream`, `collect` or `stream_groups`: see `running`.
 
     Args:
+        name: The method's.
         groups: What the call wants, and has.
         deadline: Its own.
+        outbox: The members of a list, and where they go when they have ended.
+        source: Where further groups come from. A call has either a source or an outbox.
+        accept: Which groups of a source are taken; None: all.
         group_s: How long each group may take.
-        count: How many members it has; None: as many as it admits.
+        before: What the journal has of the call.
 
     Attributes:
-        name: The method's.
-        batch: Number of the call, for events.
+        number: Of the call, for events.
         began: When it was made, on the loop's clock.
+        taken_names: Uids of groups that it has adopted.
+        selection: What it took of what it had run.
         failure: What it ends with; None while all is well.
+        is_ending: Whether it admits nothing more, and ends what is not carried.
+        is_leaving: Whether its caller leaves it.
+        has_ended: Set once only carried members are left of it.
         is_closed: Whether it was ended because the runtime is being closed.
-        surplus_reason: Of members that still run when the call ends.
+        is_replayed: It returned in an earlier process: what it delivered then is all it has.
     """
-
-    name = ""
-    surplus_reason = SURPLUS
 
     def __init__(
         self,
         scheduler: Scheduler,
         groups: Groups,
         *,
+        name: str,
         step: int,
-        deadline: Deadline,
+        deadline: Deadline = NEVER,
+        outbox: Outbox | None = None,
+        source: PromptSource | None = None,
+        accept: Accept | None = None,
         group_s: float | None = None,
-        count: int | None = None,
+        before: RecordedCall | None = None,
     ) -> None:
-        self.step, self.batch, self.began = step, 0, anyio.current_time()
+        self.name, self.step, self.number, self.began = name, step, 0, anyio.current_time()
         self.groups, self.scheduler, self.deadline = groups, scheduler, deadline
-        self.failure: BaseException | None = None
-        self.is_closed = False
+        self.source, self._accept, self._group_s = source, accept, group_s
+        self.outbox, self._before = outbox, before or RecordedCall([])
         self._config, self._log = scheduler.config.scheduling, scheduler.log
         self._events, self._tally = scheduler.events, scheduler.tally
+        count = None if outbox is None else len(outbox.members)
         self._bad = BadEndings(self._tally, self._config, count)
-        self._group_s = group_s
-        self._met_deadline = self._is_cancelled = self._is_leaving = self._ends_rewards = False
+        self.selection = Selection(by_group=scheduler.rewards_groups)
+        self.taken_names: set[str] = set()
+        self.failure: BaseException | None = None
+        self.is_replayed, self.is_closed = self._before.missing is not None, False
+        self._met_deadline = self._is_cancelled = self.is_leaving = self.is_ending = False
+        #: Whether members wait for the others of their group when they have ended.
+        self._is_by_group = source is not None or scheduler.rewards_groups
         #: Groups that are complete and not judged; and calls of group rewards.
         self._judging = 0
         self._rewards: dict[MemberGroup, anyio.CancelScope] = {}
-        #: Members that readers of events are told of with the rewards of their group.
-        self._untold: dict[Member, Trajectory] | None = None
-        self._has_ended = anyio.Event()
+        self.has_ended = anyio.Event()
 
     # Its life.
 
@@ -92,15 +119,28 @@ class Call:
 
         It runs in a task of the runtime's, so that no scope is open around the caller's block.
         """
+        if self.outbox is not None:
+            self.outbox.open()
+            batch = dict.fromkeys(member.group for member in self.outbox.members)
+            for group in sorted(batch, key=lambda group: -group.prompt.priority):
+                group.join(self)
+                self.groups.adopt(group)
+            self._tally.admitted += len(self.outbox.members)
+        self.scheduler.queue.restore(self._before.groups)
         self.scheduler.add_call(self)
         self.scheduler.start(self._run)
         try:
             yield
         finally:
-            self._is_leaving = True
+            self.is_leaving = True
+            if self.outbox is not None:
+                self.outbox.close_receiver()  # members wait for it
             self.scheduler.change()
             with anyio.CancelScope(shield=True):
-                await self._has_ended.wait()
+                await self.has_ended.wait()
+            if self.failure is not None:
+                # Where the caller is cancelled, so may be the call's task: no error of its own.
+                await anyio.lowlevel.checkpoint_if_cancelled()
 
     async def _run(self) -> None:
         """Admit members until the call is left or done; then end what is not carried."""
@@ -119,12 +159,19 @@ class Call:
             with anyio.CancelScope(shield=True):
                 await self._wind_up()
             self.scheduler.remove_call(self)
-            self._has_ended.set()
+            self.has_ended.set()
 
     @property
     def _is_done(self) -> bool:
-        """Whether it admits nothing more, and ends."""
-        return self._is_leaving
+        """Whether it admits nothing more, and ends: a source's call once its caller leaves it."""
+        if self.outbox is None or (self.is_leaving and not self.is_closed):
+            return self.is_leaving
+        return self.has_crashed or (self.groups.is_complete and not self.outbox.sending)
+
+    @property
+    def has_crashed(self) -> bool:
+        """Whether a task raised: what else runs is cancelled, and has no trajectory."""
+        return self.failure is not None and not self.is_closed
 
     async def _guard(self, work: Callable[[], Awaitable[object]]) -> None:
         """Run a task of the call; what it raises is what the call ends with."""
@@ -134,62 +181,68 @@ class Call:
             self.end_with(error)
 
     async def _wind_up(self) -> None:
-        """Interrupt rewards of groups, end members that are not carried, and wait for them."""
-        self._ends_rewards = True
+        """Interrupt rewards of groups; end members that are not carried, and wait for them."""
+        self.is_ending = True
         for scope in self._rewards.values():
             scope.cancel()
         while self._judging:
             await self.scheduler.wait_change()
+        open_groups = tuple(self.groups.open)
         left = self.groups.take_leftovers(may_carry=not self.is_closed)
-        cancel_members(left.surplus, self.surplus_reason)
-        await self._leave(left)
+        cancel_members(left.surplus, SURPLUS if self.outbox is None else LOST)
+        if self.outbox is None:
+            await self._carry(left)
+        while any(member.group.call is self for member in self.scheduler.live):
+            await self.scheduler.wait_change()
+        if self.outbox is None:
+            self.scheduler.queue.keep(each for each in left.groups if not each.is_carried)
+        else:
+            self._tell_rewarded([each for group in open_groups for each in group.ended])
+            self.scheduler.count_lost(self.outbox.members)
+            self.outbox.send.close()
         self._bad.log()
 
-    async def _leave(self, left: Leftovers) -> None:
-        """Wait for members that end; calls of groups leave the rest to the next call."""
-        while self._has_tasks:
-            await self.scheduler.wait_change()
-
-    @property
-    def _has_tasks(self) -> bool:
-        return any(member.group.call is self for member in self.scheduler.live)
+    async def _carry(self, left: Leftovers) -> None:
+        """Leave groups to the next call; those that run at once, while others clean up."""
+        for group in left.groups:
+            if not group.is_complete:  # else its members end in this call, which waits
+                group.call = None
+        await self.scheduler.carry(left.carried)
+        for member in left.carried:  # their requests were cut off, so that all tokens are here
+            self.selection.note_cut_off(member.tokens)
+        self.scheduler.queue.keep(each for each in left.groups if each.is_carried)
 
     # What others see and do.
 
-    @property
-    def group_count(self) -> int:
-        """How many groups it wants; 0: as many as its consumer takes."""
-        return self.groups.wanted.groups or 0
-
     def list_unfinished(self) -> dict[Member, bool]:
         """Members without an outcome, and True for those that wait for others of their group."""
-        found = dict.fromkeys(self._list_members(), False)
-        if self._waits_for_groups:
+        found = dict.fromkeys(self.list_members(), False)
+        if self._is_by_group:
             found |= {each.member: True for group in self.groups.open for each in group.ended}
         members = sorted(found, key=lambda each: (each.identity.group, each.identity.member))
         return {member: found[member] for member in members}
-
-    @property
-    def _waits_for_groups(self) -> bool:
-        """Whether a member that has ended waits for its group."""
-        return True
 
     def cancel(self, uid: str | None, member: int | None, reason: str) -> int:
         """Cancel the members that match; all of them: nothing further starts either."""
         if uid is None and member is None:
             self._is_cancelled = True
             self.groups.stop()
-        members = [*self._list_members(), *self._list_unrewarded()]
+        members = [*self.list_members(), *self._list_unrewarded()]
         chosen = [each for each in members if each.can_cancel(uid, member)]
         cancel_members(chosen, reason)
         self.scheduler.change()
         return len(chosen)
 
     def close(self) -> None:
-        """End it because the runtime is being closed."""
+        """End it because the runtime is being closed: every member of a list gets its outcome."""
         self.is_closed = True
         self.end_with(RolloutError(CLOSED_MEANWHILE))
-        cancel_members(self._list_members(), CLOSED)
+        cancel_members(self.list_members(), CLOSED)
+        if self.outbox is None:
+            self.is_leaving = True
+        else:
+            cancel_members(self._list_unrewarded(), CLOSED)
+            self.outbox.close_receiver()
 
     def end_with(self, error: BaseException) -> None:
         """End the call with this error, whatever it has."""
@@ -197,14 +250,17 @@ class Call:
         self.groups.stop()
         self.scheduler.change()
 
-    def _list_running(self) -> list[Member]:
-        """Members that have a slot here and no outcome."""
-        live = (member for member in self.scheduler.live if member.group.call is self)
-        return [each for each in live if not (each.is_finished or each.is_carried)]
+    def _fail(self, error: BaseException) -> None:
+        """End the call with this error, unless it has all it wants: what else runs is surplus."""
+        if not self.groups.has_all:
+            self.end_with(error)
 
-    def _list_members(self) -> list[Member]:
-        waiting = (member for group in self.groups.open for member in group.waiting)
-        return [*self._list_running(), *waiting]
+    def list_members(self, *, has_slot: bool = False) -> list[Member]:
+        """Members without an outcome; or those of them that have a slot."""
+        live = [member for member in self.scheduler.live if member.group.call is self]
+        running = [each for each in live if not (each.is_finished or each.is_carried)]
+        open_groups = () if has_slot else self.groups.open
+        return [*running, *(member for group in open_groups for member in group.waiting)]
 
     def _list_unrewarded(self) -> list[Member]:
         """Members that have ended, and whose group is still to get its reward."""
@@ -214,13 +270,15 @@ class Call:
 
     def _wants_reward(self, group: MemberGroup, ended: Sequence[Ended]) -> bool:
         """Whether `group_reward` is still to be called for these members."""
-        is_open = self.scheduler.rewards_groups and group.stage < Stage.REWARDED
+        is_open = self.scheduler.rewards_groups and not group.is_rewarded
         return is_open and not (ended and all(each.member.was_finished for each in ended))
 
     # Admission.
 
     async def _admit(self) -> None:
         """Give slots to members, one after the other, and run them, while the call is open."""
+        if self.source is not None:
+            await self._repeat_pulls(self.source)
         while True:
             member = await self._find_next_member()
             recorded = self._log.find_trajectory(member)
@@ -241,33 +299,75 @@ class Call:
                 ending = explain_cut(member, member.deadline_met or self.deadline)
                 await self._finish_unstarted(member, make_unstarted(member, ending))
 
+    async def _repeat_pulls(self, source: PromptSource) -> None:
+        """Bring the source of a resumed call where it stood then."""
+        for _ in range(self._before.pull_count):
+            if not source.is_over and source.failure is None:
+                source.ask(self.step)
+            while source.is_pulling:
+                await self.scheduler.wait_change()
+
     async def _find_next_member(self) -> Member:
+        """Wait for a member to be admitted, and adopt groups until there is one."""
         while (member := self.groups.next_member()) is None:
+            if self.groups.wants_group and self._adopt_one():
+                continue
+            self._ask_source()
             await self.scheduler.wait_change()
         return member
+
+    def _adopt_one(self) -> bool:
+        """Adopt a group that was pulled before, if there is one."""
+        found = self.scheduler.queue.pop_group(self)
+        if found is None:
+            return False
+        group = self.groups.refresh(found)
+        if group is not found:  # its prompt begins again
+            cancel_members([each for each in found.waiting if each.is_carried], STALE)
+        self.scheduler.name_members(group, self.step, self.taken_names)
+        group.join(self)
+        self.groups.adopt(group)
+        between, group.between = group.between, []
+        for ended in between:  # their outcomes were counted when they ended
+            self._count(ended.trajectory, is_wanted=self.groups.record_end(ended) is None)
+        if self.groups.can_judge(group):
+            self._start_judging(group)
+        return True
+
+    def _ask_source(self) -> None:
+        """Ask for a prompt while a slot is free; fail with what was raised, or note the end."""
+        source = self.source
+        if source is None:
+            return
+        if source.failure is not None and not self.groups.has_all:  # else the next call fails
+            error, source.failure = source.failure, None
+            self._fail(error)
+        if not self.groups.wants_group or source.is_pulling:
+            return
+        if source.is_over or self.is_replayed:
+            self.groups.stop_pulling()
+            self.scheduler.change()
+        elif self.scheduler.has_free_slot:
+            source.ask(self.step)
 
     def _begin(self, member: Member) -> None:
         """Start a member that has a slot, or let a carried one continue."""
         group = member.group
         if group.deadline is None and self._group_s is not None:
-            group.deadline = Deadline.after(self._group_s, GROUP_S)
-            group.paused_s = self.scheduler.engines.paused_s()
+            paused_s = self.scheduler.engines.paused_s()
+            group.deadline = Deadline.after(self._group_s, GROUP_S).later(-paused_s)
             self.scheduler.change()  # for `_watch_deadlines`
         if member.is_finished:  # it was carried, and ended while it waited here
             self.scheduler.release_slot(member)
             return
-        member.batch = self.batch
+        member.batch = self.number
         self.groups.begin(member)
-        if not member.is_carried:
-            self._note_admitted()
+        self._tally.admitted += self.outbox is None and not member.is_carried
         self.scheduler.run_member(member)
-
-    def _note_admitted(self) -> None:
-        """Count a member as admitted, where that was not done for all at once."""
 
     async def _finish_unstarted(self, member: Member, trajectory: Trajectory) -> None:
         """End a member whose agent does not run: it was cancelled, or is in the journal."""
-        self._note_admitted()
+        self._tally.admitted += self.outbox is None  # those of a list were, all at once
         if self._note_end(member, trajectory):
             self._start_judging(member.group)
         await self._deliver_alone(member, trajectory)
@@ -280,10 +380,11 @@ class Call:
             for group in self.groups.open if self._group_s is not None else ():
                 if group.deadline is None:
                     continue
-                deadline = group.deadline.later(self.scheduler.engines.paused_s() - group.paused_s)
+                deadline = group.deadline.later(self.scheduler.engines.paused_s())
                 if deadline.at > now:
                     first = min(first, deadline.at)
                     continue
+                group.deadline_met = deadline
                 members = [m for m in (*group.running, *group.waiting) if m.deadline_met is None]
                 agents = [member for member in members if member.concluding_since is None]
                 cancel_members(agents, deadline=deadline)
@@ -293,7 +394,7 @@ class Call:
             pause_s = LEAST_WAIT_S if scope.cancelled_caught else 0.0
         self._met_deadline = True
         self.groups.stop()
-        left = [*self._list_members(), *self._list_unrewarded()]
+        left = [*self.list_members(), *self._list_unrewarded()]
         cancel_members([m for m in left if m.cancel_reason is None], deadline=self.deadline)
         self.scheduler.change()
 
@@ -304,6 +405,10 @@ class Call:
         if self._note_end(member, trajectory):
             await self._judge(member.group, self._complete(member.group))
         await self._deliver_alone(member, trajectory)
+
+    async def _deliver_alone(self, member: Member, trajectory: Trajectory) -> None:
+        if self.outbox is not None and not self._is_by_group:
+            await self.outbox.deliver([Ended(member, trajectory)])
 
     def _note_end(self, member: Member, trajectory: Trajectory) -> bool:
         """Count an outcome, and write it to the journal; whether its group is to be judged now."""
@@ -318,10 +423,8 @@ class Call:
         if is_wanted and not self.scheduler.rewards_groups:
             self._log.note_ends([ended])  # first: it fails what it cannot write
         self.scheduler.count_end(member, trajectory)
-        if is_wanted and self._untold is not None:
-            self._untold[member] = trajectory
-        else:
-            self.scheduler.tell_end(member, trajectory)
+        if not (is_wanted and self.outbox is not None and self._is_by_group):
+            self.scheduler.tell_end(member, trajectory)  # else `_tell_rewarded` does
         self._count(trajectory, is_wanted=is_wanted)
         return is_wanted and self.groups.can_judge(group)
 
@@ -332,21 +435,23 @@ class Call:
             is_wanted: Whether it may be taken, and counts for `scheduling.max_failures`: it is no
                 surplus, and not restarted.
         """
+        if self.outbox is None:
+            self.selection.note_end(trajectory)
         self._bad.add(trajectory, is_wanted=is_wanted)
         if is_wanted:
             self._check_failures(trajectory)
 
     def _check_failures(self, trajectory: Trajectory) -> None:
-        """Fail where more have failed than may, now that this one has ended."""
-        if trajectory.outcome is Outcome.FAILED and self._bad.are_too_many:
+        """Fail where more have failed than may, now that this one has ended.
+
+        The members of a list are cancelled and delivered first; `find_error` has the error then.
+        """
+        if trajectory.outcome is not Outcome.FAILED or not self._bad.are_too_many:
+            return
+        if self.outbox is None:
             self._fail(self._bad.make_error())
-
-    def _fail(self, error: BaseException) -> None:
-        """Have the call end with this error."""
-        raise NotImplementedError
-
-    async def _deliver_alone(self, member: Member, trajectory: Trajectory) -> None:
-        """Deliver a trajectory that does not wait for its group."""
+        else:
+            self.cancel(None, None, "failure_budget")
 
     # Groups.
 
@@ -363,18 +468,25 @@ class Call:
         return wanted
 
     async def _judge(self, group: MemberGroup, wanted: Sequence[Ended]) -> None:
-        """Drop a complete group, or have it rewarded and handed over."""
+        """Have a complete group rewarded, and accept, refuse, drop or deliver it.
+
+        It stays open where the call ends before that.
+        """
         try:
             if self.groups.is_to_drop(group):
                 self._log.note_dropped(group)
                 is_replaced = self.groups.wanted.on_group_deadline == "refill"
                 verdict = "replaced" if is_replaced else "dropped"
                 self.groups.settle(group, verdict, f"{group.uid!r} met group_s")
-                self._emit_group_ended(wanted, "dropped")
-            elif await self._reward(group, wanted):
-                await self._hand_over(group, wanted)
-            if self.groups.has_refused_too_many and not self.groups.has_all:
-                self.end_with(self.groups.make_refused_error())
+                emit_group_ended(self._events, wanted, "dropped")
+            elif not await self._reward(group, wanted):
+                pass
+            elif self.outbox is None:
+                self._accept_or_refuse(group, wanted)
+            else:
+                await self._deliver_group(self.outbox, group, wanted)
+            if self.groups.has_refused_too_many:
+                self._fail(self.groups.make_refused_error())
         finally:
             self._judging -= 1
             self.scheduler.change()
@@ -383,7 +495,7 @@ class Call:
         """Ask for a group's reward, if it needs one; False where the call ends before that."""
         before = [each.trajectory.outcome for each in group.ended]
         if self._wants_reward(group, wanted):
-            if self._ends_rewards:
+            if self.is_ending:
                 return False
             with anyio.CancelScope() as scope:
                 self._rewards[group] = scope
@@ -393,9 +505,9 @@ class Call:
                     del self._rewards[group]
             if scope.cancelled_caught:
                 return False
-        if group.stage < Stage.REWARDED:
-            group.stage = Stage.REWARDED
-            self._note_rewards(wanted)
+        if not group.is_rewarded:
+            group.is_rewarded = True
+            self.selection.note_rewards(each.trajectory for each in wanted)
         if self.scheduler.rewards_groups:
             self._log.note_ends(group.ended)  # it fails those that it cannot write
         for outcome, (_, trajectory) in zip(before, group.ended, strict=True):
@@ -406,13 +518,80 @@ class Call:
                 self._check_failures(trajectory)
         return True
 
-    def _note_rewards(self, wanted: Sequence[Ended]) -> None:
-        """These have the reward of their group, if there is any."""
+    def _accept_or_refuse(self, group: MemberGroup, wanted: Sequence[Ended]) -> None:
+        """Have `accept` judge a group; where it raises, which ends the call, the group is left."""
+        result = Group.of(group.uid, group.prompt, [each.trajectory for each in wanted])
+        were_taken = bool(wanted) and all(each.member.was_taken for each in wanted)
+        if self.groups.has_refused_too_many and not were_taken:  # by groups of the same moment
+            return
+        try:
+            is_accepted = were_taken or call_accept(self._accept, result)
+        except BaseException as error:  # as of an agent: it is its call's alone
+            is_own = isinstance(error, GeneratorExit)  # no coroutine is closed in a plain call
+            if not is_own and find_propagating(error) is not None:
+                raise
+            self._fail(error)
+            return
+        group.result = result
+        emit_group_ended(self._events, wanted, "accepted" if is_accepted else "refused")
+        if is_accepted:
+            self.groups.settle(group, "accepted")
+        else:
+            self._log.note_dropped(group)
+            self.groups.settle(group, "refused", describe_refusal(result, self._accept))
 
-    async def _hand_over(self, group: MemberGroup, wanted: Sequence[Ended]) -> None:
-        """Deliver a group that has its rewards, or refuse it."""
-        raise NotImplementedError
+    async def _deliver_group(
+        self, outbox: Outbox, group: MemberGroup, wanted: Sequence[Ended]
+    ) -> None:
+        """End a group of a list; deliver its members, where they have waited for each other."""
+        self._tell_rewarded(wanted)
+        if self._events.tells_all:
+            emit_group_ended(self._events, wanted)
+        self.groups.settle(group, "delivered")
+        group.ended = []  # else members, their groups and trajectories refer to each other
+        if self._is_by_group:
+            await outbox.deliver(wanted)
 
-    def _emit_group_ended(self, wanted: Sequence[Ended], verdict: str = "") -> None:
-        if self._events.is_on:
-            emit_group_ended(self._events, wanted, verdict)
+    def _tell_rewarded(self, ended: Iterable[Ended]) -> None:
+        """Tell readers of events of members whose group has its reward, or will get none."""
+        for member, trajectory in ended if self._is_by_group else ():
+            self.scheduler.tell_end(member, trajectory)
+
+    # What its caller gets: an outbox, or a `GroupStream`.
+
+    async def receive_batch(self) -> None:
+        """Wait until every member of a list has ended; no member has a slot then.
+
+        Raises:
+            BaseException: As `find_error` says; every member has been delivered, unless a task of
+                the library's own failed.
+        """
+        assert self.outbox is not None
+        await self.has_ended.wait()
+        if not self.has_crashed:
+            await self.outbox.wait_until_written(self.outbox.members)
+        error = self.find_error()
+        if error is not None:
+            raise error
+
+    def find_error(self, found: int = 0) -> BaseException | None:
+        """Find the error that the call ends with, if any.
+
+        That is what it failed with, as where the runtime was closed; `SourceEnded`; or a
+        `LimitExceeded`, where too many members failed, or its time is over and that is an error.
+
+        Args:
+            found: How many groups the caller of `collect` has received.
+        """
+        unwritten = None if self.outbox is None else self.outbox.unwritten
+        if unwritten is not None or self.failure is not None:
+            return unwritten or self.failure
+        if self.outbox is not None and self._bad.are_too_many:
+            return self._bad.make_error()
+        source, wanted = self.source, self.groups.wanted.groups or 0
+        is_short = source is not None and found < wanted - self.groups.counts["dropped"]
+        if self._met_deadline and (is_short or self._config.on_deadline == "raise"):
+            return self.deadline.error()
+        if is_short and source is not None and source.is_over and not self._is_cancelled:
+            return SourceEnded(f"the source ended: {found} of {wanted} groups")
+        return None

@@ -24,6 +24,10 @@ logger = logging.getLogger("rollout.scheduling")
 
 #: Reason of trajectories that were cancelled because the runtime was closed.
 CLOSED = "closed"
+#: Reason of members that nobody wants any more.
+SURPLUS = "surplus"
+#: Reason of members that nobody takes, because the call itself was cancelled.
+LOST = "call"
 #: Reason of a failure by an agent that returned without one generated token.
 NEVER_GENERATED = "never_generated"
 #: Turns of models that were offered tools and called none, from which on that says something.

@@ -7,15 +7,12 @@ that comes late is for the next call, and none is lost.
 from __future__ import annotations
 
 import logging
-import math
-from bisect import insort
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
-from operator import attrgetter
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
-import msgspec
 
 from rollout.containment import Contained, UnresponsiveError
 from rollout.errors import RolloutError
@@ -46,94 +43,72 @@ class Numbered(Protocol):
 
 
 Source = Iterable[Prompt] | AsyncIterable[Prompt] | Numbered
-#: A `GroupCall`, whose module imports this one.
-GroupUser = Any
 
 
 class GroupQueue:
     """Groups that were pulled and that no call has, and the sources of more.
 
     Args:
-        scheduler: A `Scheduler`: has the journal and the tasks.
+        scheduler: A `Scheduler`, whose module imports this one: has the journal, the calls and the
+            tasks.
         threads: Where sources that may block are pulled.
         containment: Has the tasks of async sources.
 
     Attributes:
-        leftovers: Groups that were pulled and not used, in the order in which they were; the next
-            call takes them first, whatever its source is.
+        leftovers: First those that the journal gives back to the call that delivered them, in that
+            order; then the others, as they were pulled. The next call takes them first, whatever
+            its source is.
     """
 
-    def __init__(
-        self,
-        scheduler: Any,
-        threads: WorkerThreads,
-        containment: Containment,
-        *,
-        run_seed: int,
-    ) -> None:
+    def __init__(self, scheduler: Any, threads: WorkerThreads, containment: Containment) -> None:
         self.leftovers: list[MemberGroup] = []
         self.scheduler, self.threads, self.containment = scheduler, threads, containment
-        self._run_seed, self._log = run_seed, scheduler.log
-        self._samples = scheduler.config.scheduling.samples_per_prompt
-        self._pulled = self._log.pull_count
+        self._pulled = scheduler.log.pull_count
         self._sources: dict[int, PromptSource] = {}
-        #: What the journal says that the calls which run had before; they take it first of all.
-        self._delivered_before: list[MemberGroup] = []
 
-    # Calls.
-
-    def restore_groups(self, recorded: Iterable[RecordedGroup]) -> None:
+    def restore(self, recorded: Iterable[RecordedGroup]) -> None:
         """Queue the groups that the journal has for a call that begins."""
         for each in recorded:
-            if each.delivered_in is None:
-                self.keep([_restore(each)])
-            else:
-                self._delivered_before.append(_restore(each))
-
-    def pop_group(self, call: GroupUser) -> MemberGroup | None:
-        """Take the group that was pulled first, of all that a call may have.
-
-        One with a uid of its own that the call has already is left for a later call.
-        """
-        for group in self._delivered_before:
-            if group.before is not None and group.before.delivered_in == call.step:
-                self._delivered_before.remove(group)
-                return group
-        # What it delivered before is accepted first: another group must not come between.
-        if call.is_replayed or any(group.was_delivered for group in call.groups.open):
-            return None
-        for store in (self.leftovers, call.source.pulled):  # what is left was pulled before
-            for group in store:
-                is_named = group.is_begun or group.waiting or group.before is not None
-                if not (is_named and group.uid in call.taken_names):
-                    store.remove(group)
-                    return group
-        return None
+            prompt = each.prompt
+            if each.call is None:  # no member of it began
+                prompt = name_prompt(prompt, f"prompt-{each.number}")
+            before = None if each.call is None else each
+            self.keep([MemberGroup(each.number, prompt, before, each.version)])
 
     def keep(self, groups: Iterable[MemberGroup]) -> None:
-        """Queue groups for the next call, in the order in which they were pulled."""
+        """Queue groups for the next call."""
         for group in groups:
             group.call = None
-            insort(self.leftovers, group, key=attrgetter("number"))
+            self.leftovers.append(group)
+        self.leftovers.sort(key=lambda each: -1 if each.was_delivered else each.number)
 
-    def name_members(self, group: MemberGroup, call: GroupUser) -> None:
-        """Make the members of a group that has none yet, with a uid that is new in the call."""
-        if not (group.is_begun or group.waiting):
-            uid, count = group.uid, 1
-            while group.before is None and group.uid in call.taken_names:
-                count += 1
-                group.prompt = msgspec.structs.replace(group.prompt, uid=f"{uid}@{count}")
-            step = call.step if group.before is None else group.before.step
-            group.add_members(self._samples, step=step, run_seed=self._run_seed)
-            self._log.enrol(group)
-        call.taken_names.add(group.uid)
+    def pop_group(self, call: Any) -> MemberGroup | None:
+        """Take the first group that a `Call` may have.
+
+        What an open call's source gave is for calls with that source. A group with a uid of its own
+        that the call has already is left for a later call. What the call delivered in an earlier
+        process is accepted first: another group must not come between.
+        """
+        others = {each.source for each in self.scheduler.calls} - {call.source, None}
+        must_wait = call.is_replayed or any(group.was_delivered for group in call.groups.open)
+        for at, group in enumerate(self.leftovers):
+            if group.before is not None and group.was_delivered:
+                may_take = group.before.delivered_in == call.step
+            else:
+                is_named = group.is_begun or group.waiting or group.before is not None
+                is_taken = is_named and group.uid in call.taken_names
+                may_take = not (must_wait or is_taken or group.source in others)
+            if may_take:
+                return self.leftovers.pop(at)
+        return None
 
     # Sources.
 
     def find_source(self, data: Any) -> PromptSource:
         """Return a caller's source where it was left; one that is over begins again."""
         source = self._sources.pop(id(data), None) or PromptSource(data, self)
-        idle = [each for each in self._sources.values() if not (each.calls or each.is_pulling)]
+        used = {each.source for each in self.scheduler.calls}
+        idle = [each for each in self._sources.values() if not (each in used or each.is_pulling)]
         self._sources[id(data)] = source  # the last of them
         for each in idle[: max(0, len(self._sources) - MAX_SOURCES)]:
             self.forget(each)
@@ -151,22 +126,18 @@ class GroupQueue:
             self.forget(source)
 
     def read(self, prompt: Any, source: PromptSource) -> None:
-        """Make a group of a prompt that was pulled, unless the journal has it.
+        """Queue the group of a prompt that was pulled, unless the journal has it.
 
         Raises:
             PromptError: It is none, or cannot be recorded.
         """
         number, where = self._pulled, f"source: prompt {source.count - 1}"
         check_prompt(prompt, where)
-        if self._log.note_pull(number, prompt, source.step, where):
+        if self.scheduler.log.note_pull(number, prompt, source.step, where):
             self._pulled += 1
-            source.pulled.append(MemberGroup(number, name_prompt(prompt, f"prompt-{number}")))
-
-
-def _restore(before: RecordedGroup) -> MemberGroup:
-    if before.call is None:  # no member of it began
-        return MemberGroup(before.number, name_prompt(before.prompt, f"prompt-{before.number}"))
-    return MemberGroup(before.number, before.prompt, before, before.version)
+            group = MemberGroup(number, name_prompt(prompt, f"prompt-{number}"))
+            group.source = source
+            self.leftovers.append(group)
 
 
 class PromptSource:
@@ -178,8 +149,6 @@ class PromptSource:
     Attributes:
         data: That.
         count: Prompts that were pulled.
-        pulled: Prompts that no call has taken yet, as groups.
-        calls: Open calls that have it.
         is_over: Whether it has no more, or was closed.
         failure: What it raised, until a call ends with that.
         is_pulling: Whether a pull is under way.
@@ -188,24 +157,14 @@ class PromptSource:
 
     def __init__(self, data: Any, queue: GroupQueue) -> None:
         self.data, self._queue = data, queue
-        self.count = self.step = self.calls = 0
-        self.pulled: deque[MemberGroup] = deque()
+        self.count = self.step = 0
         self.is_over = self.is_pulling = False
         self.failure: BaseException | None = None
+        self._is_async = isinstance(data, AsyncIterable)
         self._iterator: Any = None
         #: Of an async source: its task, and what has that pull once more.
         self._task: Contained[None] | None = None
         self._wanted = anyio.Event()
-
-    @property
-    def _is_async(self) -> bool:
-        return isinstance(self.data, AsyncIterable)
-
-    def release(self) -> None:
-        """What was pulled and no call wants any more is left to the next one."""
-        if not self.calls:
-            self._queue.keep(self.pulled)
-            self.pulled.clear()
 
     def ask(self, step: int) -> None:
         """Start a pull of one prompt for a call of this step, unless one is under way."""
@@ -229,9 +188,10 @@ class PromptSource:
     async def _pull(self) -> None:
         """Pull one prompt."""
         try:
-            prompt, is_last = await self._next()
-            self.is_over = self.is_over or is_last
-            if prompt is not _END:
+            prompt = await self._next()
+            if prompt is _END:
+                self.is_over = True
+            else:
                 self.count += 1
                 self._queue.read(prompt, self)
         except BaseException as error:  # loaders in other languages raise what is no Exception
@@ -245,39 +205,30 @@ class PromptSource:
                 self.failure.__cause__ = error
         finally:
             self.is_pulling = False
-            self.release()
             self._queue.scheduler.change()
 
-    async def _next(self) -> tuple[Any, bool]:
-        """Return one prompt, and whether it is known to be the last."""
+    async def _next(self) -> Any:
+        """Return one prompt, or `_END`."""
         if self._is_async:
             self._iterator = aiter(self.data) if self._iterator is None else self._iterator
-            prompt = await anext(self._iterator, _END)
-            return prompt, prompt is _END
+            return await anext(self._iterator, _END)
         # A list cannot block; and time would run away from a thread where it is virtual.
         if type(self.data) in (list, tuple) or not may_leave_loop():
             return self._next_sync()
         return await self._queue.threads.run_beside(WHAT, self._next_sync, patience_s=0.0)
 
-    def _next_sync(self) -> tuple[Any, bool]:
+    def _next_sync(self) -> Any:
         if self._iterator is None:
-            if self._length() == 0:
-                return _END, True
-            self._iterator = iter(self.data)
-        prompt = next(self._iterator, _END)
-        return prompt, prompt is _END or self.count + 1 >= self._length()
+            self._iterator = self._iterate()
+        return next(self._iterator, _END)
 
-    def _length(self) -> float:
-        """How many prompts it has, where it is a sequence or a dataset with a length; else inf.
-
-        Such a dataset may give items beyond that too.
-        """
-        if isinstance(self.data, Iterable) and not isinstance(self.data, Sequence):
-            return math.inf
-        try:
-            return len(self.data)
-        except Exception:  # a dataset that has none, or cannot say
-            return math.inf
+    def _iterate(self) -> Iterator[Prompt]:
+        """Iterate over the data; what has items by number may give some past its length."""
+        length = None
+        if isinstance(self.data, Sequence) or not isinstance(self.data, Iterable):
+            with suppress(Exception):  # a dataset that has none, or cannot say
+                length = len(self.data)
+        return islice(iter(self.data), length)
 
     # The task of an async source pulls whenever that is wanted, and closes the source: what an
     # async generator has open where it yields, such as a task group that prefetches, belongs to the

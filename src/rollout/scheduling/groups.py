@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import attrs
 
 from rollout.errors import LimitExceeded
-from rollout.scheduling.member_group import GROUP_S, Member, MemberGroup, Stage
+from rollout.scheduling.member_group import GROUP_S, Member, MemberGroup
 from rollout.scheduling.rewards.score import REWARD_REASON
 from rollout.types import Outcome
 
@@ -128,7 +128,7 @@ class Groups:
         self._refused_in_a_row = 0
         #: Why the first of those that `max_refused` counts was refused; empty where none was.
         self._first_refusal = ""
-        self._is_stopped = self._has_all_prompts = self._is_over = self._has_logged_late = False
+        self._is_stopped = self._has_all_prompts = self._has_logged_late = False
 
     # What it wants.
 
@@ -139,7 +139,8 @@ class Groups:
             return False
         under_way = len(self.open) + len(self._ready)
         if self.wanted.groups is not None:
-            return under_way + self.counts["dropped"] < self.wanted.at_once
+            dropped = self.counts["dropped"]
+            return self.consumed + under_way + dropped < self.wanted.at_once
         if self.wanted.staleness is not None:
             return self.consumed + under_way < self.wanted.staleness.count_allowed(self._version())
         return len(self._ready) < GROUP_BUFFER
@@ -160,12 +161,12 @@ class Groups:
     @property
     def is_complete(self) -> bool:
         """Whether it has as many as it wants, or will never have more."""
-        groups, ready = self.wanted.groups, len(self._ready)
-        if groups is not None and ready >= groups:
+        groups, found = self.wanted.groups, self.consumed + len(self._ready)
+        if groups is not None and found >= groups:
             return True
         if self._is_stopped or self._has_all_prompts:
             return not self.open
-        is_full = groups is not None and ready + self.counts["dropped"] >= self.wanted.at_once
+        is_full = groups is not None and found + self.counts["dropped"] >= self.wanted.at_once
         return is_full and not self.open
 
     @property
@@ -211,7 +212,6 @@ class Groups:
         """
         if group.is_complete and len(group.ended) < self.wanted.members:
             return group.restart()
-        group.stage = min(group.stage, Stage.REWARDED)
         if not group.is_sampled:
             return group
         # After a resumption the weights may be older than those that it has tokens of.
@@ -280,7 +280,7 @@ class Groups:
 
     def complete(self, group: MemberGroup) -> list[Member]:
         """Note that a group is complete; return its unwanted members, which are to be cancelled."""
-        group.stage = max(group.stage, Stage.COMPLETE)
+        group.is_complete = True
         surplus = [*group.running, *group.waiting]
         group.waiting.clear()
         return surplus
@@ -289,7 +289,7 @@ class Groups:
         """Make an accepted group ready for the consumer, and end another one.
 
         Args:
-            verdict: "accepted", "refused", "dropped" or "replaced".
+            verdict: "accepted", "refused", "dropped", "replaced", or "delivered" member by member.
             why: For an error message, where it is not accepted.
         """
         del self.open[group]
@@ -310,7 +310,7 @@ class Groups:
 
         It waits where groups that are due earlier could not be taken in time after this one.
         """
-        if not self._ready:
+        if not self._ready or self.consumed == self.wanted.groups:
             return None
         bound, group = self.wanted.staleness, self._ready[0]
         if bound is not None:
@@ -328,37 +328,27 @@ class Groups:
             logger.warning(IS_LATE, age, bound.most, bound.per_step)
         return group
 
-    def take_all(self) -> list[MemberGroup]:
-        """Take as many groups as are wanted, in the order in which they were pulled."""
-        groups = self.wanted.groups
-        taken = [self._ready.popleft() for _ in range(min(len(self._ready), groups or 0))]
-        self.consumed += len(taken)
-        return sorted(taken, key=lambda group: group.number)
-
-    def take_back(self, groups: Sequence[MemberGroup]) -> bool:
-        """Make groups ready again that the consumer did not get; False where the call was left."""
+    def take_back(self, groups: Sequence[MemberGroup]) -> None:
+        """Make groups ready again that the consumer did not get."""
         self.consumed -= len(groups)
-        if not self._is_over:
-            self._ready.extendleft(reversed(groups))
-        return not self._is_over
+        self._ready.extendleft(reversed(groups))
 
     def take_leftovers(self, *, may_carry: bool = True) -> Leftovers:
         """End the call: what it has and did not take is left, as `surplus` says.
 
-        A group that is complete and not judged, because its reward was interrupted, is like one
-        that runs: where it is carried, the next call judges it. One that `accept` raised for is
-        left.
+        A group that is complete and has no reward, because that was interrupted, is like one that
+        runs: where it is carried, the next call judges it. So it does with one that has its reward
+        and was not judged, since `accept` raised.
 
         Args:
             may_carry: False while the runtime is being closed.
         """
         self.stop()
-        self._is_over = True
         carries = self.wanted.surplus == "carry" and may_carry
         left = Leftovers([*self._ready], [], [])
         self.counts["carried"] += len(self._ready)
         for group in self.open:
-            if carries or group.stage is Stage.UNJUDGED or not group.is_begun:
+            if carries or group.is_rewarded or not group.is_begun:
                 self.counts["carried"] += group.is_begun
                 left.groups.append(group)
                 if not group.is_complete:  # else what runs of it was cancelled

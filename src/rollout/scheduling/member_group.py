@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
@@ -84,6 +83,12 @@ class Member:
         is_meant = uid in (None, self.identity.uid) and member in (None, self.identity.member)
         return is_meant and self.cancel_reason is None
 
+    def begin_agent(self, run: Any) -> None:
+        """Note an attempt, which ends at once where its group's time is over already."""
+        self.concluding_since = None
+        self.deadline_met = self.deadline_met or self.group.deadline_met
+        self.set_running(run)
+
     def set_running(self, running: Any) -> None:
         """Note what is cancelled with the member from now on; at once where that is ending."""
         self.running = running
@@ -113,19 +118,6 @@ class Ended(NamedTuple):
 
     member: Member
     trajectory: Trajectory
-
-
-class Stage(IntEnum):
-    """How far a group is, in this order."""
-
-    #: Members of it run, wait, or are still to be admitted.
-    OPEN = 0
-    #: The wanted members have ended; no other is wanted.
-    COMPLETE = 1
-    #: `group_reward` was called, where there is one.
-    REWARDED = 2
-    #: `accept` raised, or was not called, as the call had refused too many groups.
-    UNJUDGED = 3
 
 
 @attrs.frozen
@@ -158,14 +150,17 @@ class MemberGroup:
         before: What the journal has of it from an earlier process.
         version: The oldest of the weights that sampled for it, or may have; None before a call
             adopted it, where the journal has no tokens of it either.
-        stage: How far it is.
+        is_complete: Whether the wanted members have ended; no other is wanted.
+        is_rewarded: Whether `group_reward` was called too, where there is one.
         waiting: Not admitted, or carried.
         running: Admitted and not ended.
         ended: In the order in which they did.
         between: Ended while no call had the group; the next one notes them.
         call: The call that has it; None while it is a leftover.
+        source: The `PromptSource` that gave it, until a call adopts it.
         is_shared: Whether several members begin with its prompt.
-        deadline: Its own in this call, as it was set when the engines had paused for `paused_s`.
+        deadline: Its own in this call, less the time for which engines had paused until then.
+        deadline_met: That, once it is over.
         is_overdue: Whether that has ended a member.
         result: What its consumer gets, once it is judged.
         delivery: Number of the journal's record that this call gives it to its caller; 0: none.
@@ -175,15 +170,17 @@ class MemberGroup:
     prompt: Prompt
     before: RecordedGroup | None = None
     version: int | None = None
-    stage: Stage = Stage.OPEN
+    is_complete: bool = False
+    is_rewarded: bool = False
     waiting: list[Member] = attrs.field(factory=list)
     running: dict[Member, None] = attrs.field(factory=dict)
     ended: list[Ended] = attrs.field(factory=list)
     between: list[Ended] = attrs.field(factory=list)
     call: Any = None
+    source: Any = None
     is_shared: bool = False
     deadline: Deadline | None = None
-    paused_s: float = 0.0
+    deadline_met: Deadline | None = None
     is_overdue: bool = False
     result: Group | None = None
     delivery: int = 0
@@ -192,11 +189,6 @@ class MemberGroup:
     def uid(self) -> str:
         """The prompt's."""
         return self.prompt.uid or ""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether no further member of it is wanted."""
-        return self.stage >= Stage.COMPLETE
 
     @property
     def is_carried(self) -> bool:
@@ -234,10 +226,11 @@ class MemberGroup:
 
     def join(self, call: Any) -> None:
         """Give the group to this call, in which it has no deadline yet."""
-        self.call, self.deadline, self.is_overdue, self.delivery = call, None, False, 0
+        self.call, self.source, self.delivery = call, None, 0
+        self.deadline, self.deadline_met, self.is_overdue = None, None, False
         ended = [each.member for each in (*self.ended, *self.between)]
         for member in (*self.waiting, *ended):
-            member.batch = call.batch  # what becomes of it does so in this call
+            member.batch = call.number  # what becomes of it does so in this call
         for each in self.ended:
             each.member.deadline_met = None  # it was that of an earlier call
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import msgspec
 
 from rollout.agents.ending import Ending
 from rollout.containment import enter_containment
 from rollout.limits import call_limit
-from rollout.scheduling.endings import CLOSED, make_unstarted
+from rollout.scheduling.endings import CLOSED, LOST, make_unstarted
 from rollout.scheduling.group_queue import GroupQueue
 from rollout.scheduling.member_group import Ended, cancel_members
 from rollout.scheduling.trajectory import TrajectoryRun, limit_trajectory, run_trajectory
@@ -20,17 +21,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from rollout.chat.trajectory import Trajectory
-    from rollout.config import RolloutConfig
     from rollout.scheduling.admission import Admission
-    from rollout.scheduling.member_group import Member
+    from rollout.scheduling.member_group import Member, MemberGroup
     from rollout.scheduling.run_log import RunLog
     from rollout.scheduling.trajectory import TrajectoryRunner
-    from rollout.worker_threads import WorkerThreads
 
 #: Reason of carried members that do not continue because the caller wants none.
 DISCARDED = "discarded"
-#: Reason of members that nobody takes, because the call itself was cancelled.
-LOST = "call"
 
 
 class Scheduler:
@@ -44,33 +41,36 @@ class Scheduler:
         start: Starts a task of the runtime's: carried members outlive the call that started them.
 
     Attributes:
+        log: The journal.
         calls: Each `Call` that is open; its module imports this one.
         live: Members that have a task.
         queue: Groups that no call has.
-        log: The journal.
     """
 
     def __init__(
         self,
-        config: RolloutConfig,
         runner: TrajectoryRunner,
-        threads: WorkerThreads,
         run_seed: int,
         admission: Admission,
         start: Callable[..., object],
         log: RunLog,
     ) -> None:
         services = runner.services
-        self.config, self.engines, self.log, self.start = config, services.engines, log, start
-        self.events, self.tally = services.events, services.tally
-        self.rewarding = runner.rewarding
+        self.config, self.engines, self.start, self.log = (
+            services.config,
+            services.engines,
+            start,
+            log,
+        )
+        self.events, self.tally, self.rewarding = services.events, services.tally, runner.rewarding
         self.calls: dict[Any, None] = {}
         self.live: dict[Member, None] = {}
         self._runner, self._limiter = runner, admission.limiter
         self._containment, self._is_closing = services.containment, False
         self._changed = anyio.Event()
         admission.on_change = self.change
-        self.queue = GroupQueue(self, threads, services.containment, run_seed=run_seed)
+        self._run_seed = run_seed
+        self.queue = GroupQueue(self, services.threads, services.containment)
 
     @property
     def rewards_groups(self) -> bool:
@@ -165,8 +165,7 @@ class Scheduler:
             else:
                 await member.group.call.finish_member(member, trajectory)
         except BaseException as error:  # a bug of ours, Ctrl-C, or a cancelled runtime
-            if not member.is_finished:
-                self.count_lost([member])
+            self.count_lost([member])
             member.group.forget(member)
             if member.group.call is None or not isinstance(error, Exception | KeyboardInterrupt):
                 raise
@@ -200,12 +199,32 @@ class Scheduler:
             emit_ended(self.events, member, trajectory)
 
     def count_lost(self, members: Iterable[Member]) -> None:
-        """Count members of which nobody gets a trajectory."""
+        """Count those of the members that have no outcome: nobody gets their trajectories."""
         ending = Ending(outcome=Outcome.CANCELLED, reason=LOST)
-        for member in members:
+        for member in [each for each in members if not each.is_finished]:
             trajectory = make_unstarted(member, ending)
             self.count_end(member, trajectory)
             self.tell_end(member, trajectory)
+
+    # Groups.
+
+    def name_members(self, group: MemberGroup, step: int, names: set[str]) -> None:
+        """Make the members of a group that has none yet, with a uid that is not in `names`.
+
+        Args:
+            step: Of the call that adopts it.
+            names: Uids that the call has adopted; the group's is added.
+        """
+        if not (group.is_begun or group.waiting):
+            uid, count = group.uid, 1
+            while group.before is None and group.uid in names:
+                count += 1
+                group.prompt = msgspec.structs.replace(group.prompt, uid=f"{uid}@{count}")
+            step = step if group.before is None else group.before.step
+            samples = self.config.scheduling.samples_per_prompt
+            group.add_members(samples, step=step, run_seed=self._run_seed)
+            self.log.enrol(group)
+        names.add(group.uid)
 
     # Carried members.
 

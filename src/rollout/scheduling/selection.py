@@ -12,6 +12,7 @@ from rollout.chat.group import Group
 from rollout.config.group_policy import can_judge
 from rollout.errors import ConfigError, PromptError
 from rollout.limits import CARRY_S
+from rollout.scheduling.endings import describe_ending
 from rollout.scheduling.member_group import GROUP_S
 from rollout.scheduling.rewards.score import GROUP_REWARD_REASON, REWARD_REASON
 from rollout.types import Outcome
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
 
 Accept = Callable[[Group], bool]
+
+#: Different rewards of a refused group that an error lists.
+LISTED = 8
 
 #: Deadlines that a call sets, and not the task: what meets them would have become longer.
 CUTTING_LIMITS = frozenset((GROUP_S, "limits.batch_s", CARRY_S))
@@ -68,6 +72,19 @@ def call_accept(accept: Accept | None, group: Group) -> bool:
     if type(answer).__name__ not in ("bool", "bool_"):
         raise PromptError(f"accept returned {answer!r:.80} for {group.uid!r}; expected a bool")
     return bool(answer)
+
+
+def describe_refusal(group: Group, accept: object) -> str:
+    """Say which function refused a group, its rewards, and which member failed first."""
+    name = getattr(accept, "__name__", type(accept).__name__)
+    rewards = Counter(
+        "unknown" if each.reward is None else f"{each.reward:g}" for each in group.trajectories
+    )
+    listed = ", ".join(f"{times} × {reward}" for reward, times in rewards.most_common(LISTED))
+    what = f"{group.uid!r}, by {name} with the rewards {listed}"
+    lost = [each for each in group.trajectories if not each.trainable]
+    failed = [each for each in lost if each.cause is not None] or lost
+    return f"{what}; {describe_ending(failed[0])}" if failed else what
 
 
 class Selection:

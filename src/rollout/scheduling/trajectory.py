@@ -227,9 +227,8 @@ async def _run_agent(services: Services, run: TrajectoryRun, agent: Registered) 
     member, context = run.member, run.context
     run.what = _agent_name(agent)
     run.code = Contained(run.containment, run.what, activity=context.identity)
-    member.concluding_since = None
     run.clock.govern(run.code.scope)
-    member.set_running(run)
+    member.begin_agent(run)
     try:
         await run.code.run(partial(_agent_task, agent, context))
     except UnresponsiveError:

@@ -72,7 +72,7 @@ def emit_ended(events: EventStream, member: Member, trajectory: Trajectory) -> N
 
 def emit_group_ended(events: EventStream, ended: Sequence[Ended], verdict: str = "") -> None:
     """All members of a group have ended; in member order."""
-    if not ended:
+    if not (ended and events.is_on):
         return
     first = ended[0].member
     began = [each.member.began for each in ended if each.member.began is not None]
