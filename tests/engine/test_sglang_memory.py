@@ -85,7 +85,7 @@ class RunningSGLang:
 
 def core_of(**options: Any) -> tuple[SGLangCore, Maintenance]:
     core, running = SGLangCore(model="m", **options), RunningSGLang()
-    core._sglang = running  # type: ignore[assignment]
+    core._sglang, core._info = running, running.info  # type: ignore[assignment]
     core._failure = ""
     return core, running.maintenance
 

@@ -17,6 +17,7 @@ import transformers
 from asking import Answer, asked, collect
 from models import CONTEXT, EOS, VOCABULARY, save_model
 
+from rollout.bridge import wait_future
 from rollout.engine.cores.sglang import SGLangCore
 from rollout.engine.cores.sglang import sglang_core as core_module
 from rollout.engine.weights import DiskWeights
@@ -427,5 +428,5 @@ async def test_core_start_that_is_cancelled_leaves_no_process(llama: str) -> Non
         await core.start()
     assert scope.cancelled_caught
     with anyio.fail_after(60):
-        await core._stopped.wait()
+        await wait_future(core._server_thread.stopped)
     assert [p for p in multiprocessing.active_children() if p.is_alive()] == []

@@ -13,12 +13,13 @@ import os
 import signal
 import sys
 import threading
-from functools import partial
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
 
+from rollout.bridge import settle
 from rollout.engine.core import ALL_TAGS, TAGS_OF_LEVEL, Capabilities, EngineInfo
 from rollout.engine.cores.base import name_gpu
 from rollout.engine.cores.sglang import plugin
@@ -31,7 +32,6 @@ from rollout.errors import EngineError
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Mapping
 
-    from rollout.bridge import Post
     from rollout.engine.core import GenerationRequest
 
 
@@ -69,7 +69,7 @@ class SGLang:
         before = set(multiprocessing.active_children())
         try:
             self._engine: Any = sglang.Engine(**arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise EngineError(f"SGLang did not start: {type(error).__name__}: {error}") from error
         atexit.unregister(self._engine.shutdown)
         self._tokens: Any = self._engine.tokenizer_manager
@@ -239,47 +239,34 @@ class ServerThread:
     The kernel kills SGLang's processes when the thread that started them ends, so this one lives
     as long as the engine.
 
-    Args:
-        on_started: Called on the event loop with what runs, or with why nothing does.
-        on_stopped: Called on the event loop when nothing of it runs any more.
-        post: Runs a callback on the event loop.
+    Attributes:
+        started: What runs, or why nothing does.
+        stopped: Done when nothing of it runs any more.
     """
 
-    def __init__(
-        self,
-        options: SGLangOptions,
-        on_started: Callable[[SGLang | Exception], object],
-        on_stopped: Callable[[], object],
-        post: Post,
-    ) -> None:
+    def __init__(self, options: SGLangOptions) -> None:
+        self.started: Future[SGLang] = Future()
+        self.stopped: Future[None] = Future()
         self._options = options
-        self._on_started = on_started
-        self._on_stopped = on_stopped
-        self._post = post
-        self._is_up = False
         self._leave = threading.Event()
         threading.Thread(target=self._run, name="rollout-sglang", daemon=True).start()
 
     def stop(self) -> None:
         """Shut SGLang down; one that is still starting is killed as far as it has come."""
         self._leave.set()
-        if not self._is_up:
+        if not self.started.done():
             _kill_children()
 
     def _run(self) -> None:
         try:
-            engine = SGLang(self._options)
-        except Exception as error:
-            if self._leave.is_set():
+            settle(self.started, SGLang, self._options)
+            if self.started.exception() is None:
+                self._leave.wait()
+                self.started.result().shutdown()
+            elif self._leave.is_set():
                 _kill_children()  # it may have begun another before it noticed
-            self._post(partial(self._on_started, error))
-        else:
-            self._is_up = True
-            self._post(partial(self._on_started, engine))
-            self._leave.wait()
-            engine.shutdown()
         finally:
-            self._post(self._on_stopped)
+            self.stopped.set_result(None)
 
 
 def _kill_children() -> None:

@@ -12,12 +12,11 @@ import msgspec
 from anyio import to_thread
 from anyio.lowlevel import current_token
 
-from rollout.bridge import loop_poster
+from rollout.bridge import wait_future
 from rollout.engine.core import (
     CORE_CLOSE_S,
     TAGS_OF_LEVEL,
     Chunk,
-    EngineInfo,
     EngineLoad,
     GenerationRequest,
 )
@@ -86,17 +85,8 @@ class SGLangCore(BaseCore[_Request]):
         self._sglang: SGLang | None = None
         self._is_loading = False
         self._weights_path = ""
-        self._start_error: Exception | None = None
-        self._settled, self._stopped = anyio.Event(), anyio.Event()
         self._is_draining = False
         self._sampled = self._preemptions = self._updates = 0
-
-    @property
-    def info(self) -> EngineInfo:
-        """The facts about the engine; valid once `start` has returned."""
-        if self._sglang is None:
-            raise RuntimeError("SGLangCore.info: start the engine first")
-        return self._sglang.info
 
     async def start(self) -> None:
         """Start SGLang's processes and load the model; the event loop runs on meanwhile.
@@ -113,18 +103,15 @@ class SGLangCore(BaseCore[_Request]):
         if threading.current_thread() is threading.main_thread():
             # A scheduler that fails to start sends it, and the default action is to die of it.
             signal.signal(signal.SIGQUIT, lambda *_: None)
-        self._server_thread = ServerThread(
-            self._options, self._on_started, self._stopped.set, loop_poster()
-        )
+        self._server_thread = ServerThread(self._options)
         try:
-            await self._settled.wait()
+            self._sglang = await wait_future(self._server_thread.started)
         except BaseException:
             self._server_thread.stop()
             raise
-        if self._start_error is not None:
-            raise self._start_error
-        assert self._sglang is not None
+        self._failure = ""
         if not self._options.is_follower:
+            self._info, self._weights_path = self._sglang.info, self._sglang.model_path
             self._sglang.adopt_loop(self.drain_nowait)
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
@@ -253,7 +240,7 @@ class SGLangCore(BaseCore[_Request]):
             self._updates += 1
             self._is_loading = False
         self._weights_path = path
-        sglang.info = msgspec.structs.replace(sglang.info, weight_version=version)
+        self._info = msgspec.structs.replace(self.info, weight_version=version)
 
     def _serving(self) -> SGLang:
         if self._sglang is None or self._failure:
@@ -284,7 +271,7 @@ class SGLangCore(BaseCore[_Request]):
         if self._server_thread is not None:
             self._server_thread.stop()
             with cleanup_scope(CORE_CLOSE_S):
-                await self._stopped.wait()
+                await wait_future(self._server_thread.stopped)
 
     def _find_fault(self, request: GenerationRequest) -> str:
         return find_sampling_fault(request.sampling)
@@ -326,16 +313,6 @@ class SGLangCore(BaseCore[_Request]):
                 self._sglang.abort(entry.request_id)
             entry.give_up("error", f"SGLang failed: {type(error).__name__}: {error}")
         return [entry.last_chunk()]
-
-    def _on_started(self, started: SGLang | Exception) -> None:
-        if isinstance(started, Exception):
-            self._start_error = started
-            self._failure = str(started)
-        else:
-            self._sglang = started
-            self._weights_path = "" if self._options.is_follower else started.model_path
-            self._failure = ""
-        self._settled.set()
 
     async def _watch_processes(self) -> None:
         assert self._sglang is not None
