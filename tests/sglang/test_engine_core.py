@@ -306,15 +306,14 @@ async def test_core_request_amid_a_change_of_weights_leaves_no_prefix_to_later_o
     core: SGLangCore, llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = prompts(4, 100)[3]
-    maintenance = core._sglang.maintenance
-    load = maintenance.load_from_disk
+    load = core._sglang.load_from_disk
     amid: list[Answer] = []
 
     async def load_late(path: str, version: int) -> None:
         amid.append(await collect(core, asked(text)))  # SGLang has not been paused yet
         await load(path, version)
 
-    monkeypatch.setattr(maintenance, "load_from_disk", load_late)
+    monkeypatch.setattr(core._sglang, "load_from_disk", load_late)
     await core.update_weights(1, DiskWeights(llama))
     after = await collect(core, asked(text))
     monkeypatch.undo()
@@ -327,7 +326,7 @@ async def test_core_request_amid_a_change_of_weights_leaves_no_prefix_to_later_o
 async def test_core_weights_under_requests_need_a_version_that_names_what_sampled_a_token(
     core: SGLangCore, llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core._sglang.maintenance, "names_versions", False)
+    monkeypatch.setattr(core._sglang, "names_versions", False)
     request = asked(prompts(1)[0], max_new_tokens=480, ignore_eos=True)
     async with anyio.create_task_group() as tasks:
         await started(core, request, tasks)

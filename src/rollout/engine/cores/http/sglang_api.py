@@ -12,12 +12,16 @@ import msgspec
 from rollout.engine.core import Chunk, Id, Natural, unpack_ids
 from rollout.engine.cores.checks import LogProb, read_fields
 from rollout.engine.cores.http.client import HttpError
-from rollout.engine.cores.sglang.answers import COUNT, IDS, AnswerReader, is_abort, parse_version
-from rollout.engine.cores.sglang.generate_requests import (
+from rollout.engine.cores.sglang.translation import (
+    COUNT,
+    IDS,
+    AnswerReader,
     build_sampling,
     choose_seed,
     find_sampling_fault,
+    is_abort,
     make_salt,
+    parse_version,
 )
 from rollout.errors import EngineError
 

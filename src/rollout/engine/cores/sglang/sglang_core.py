@@ -22,14 +22,14 @@ from rollout.engine.core import (
 )
 from rollout.engine.cores.base import BaseCore, OpenRequest
 from rollout.engine.cores.sglang.adapter import ServerThread, SGLang
-from rollout.engine.cores.sglang.answers import AnswerReader
-from rollout.engine.cores.sglang.generate_requests import (
+from rollout.engine.cores.sglang.checkpoints import check_checkpoint
+from rollout.engine.cores.sglang.server_arguments import SGLangOptions
+from rollout.engine.cores.sglang.translation import (
+    AnswerReader,
     build_fields,
     find_sampling_fault,
     make_salt,
 )
-from rollout.engine.cores.sglang.maintenance import check_checkpoint
-from rollout.engine.cores.sglang.server_arguments import SGLangOptions
 from rollout.errors import EngineError, RolloutError
 from rollout.limits import cleanup_scope
 
@@ -181,7 +181,7 @@ class SGLangCore(BaseCore[_Request]):
             check_checkpoint, source.path, sglang.model_path, abandon_on_cancel=True
         )
         are_running = not all(entry.is_over for entry in self._open.values())
-        if are_running and not sglang.maintenance.names_versions:
+        if are_running and not sglang.names_versions:
             raise EngineError(
                 "mode = 'in_place': this version of SGLang does not say which weights sampled "
                 "which token; expected 'wait' or 'abort_and_resume', or SGLang 0.5.20 or later"
@@ -202,7 +202,7 @@ class SGLangCore(BaseCore[_Request]):
             tags |= {CUDA_GRAPH} - self._asleep
         self._asleep |= tags
         if tags:
-            await self._serving().maintenance.release(tuple(sorted(tags)))
+            await self._serving().release(tuple(sorted(tags)))
 
     async def wake_up(self, tags: tuple[str, ...]) -> None:
         """See `BaseCore.wake_up`."""
@@ -212,7 +212,7 @@ class SGLangCore(BaseCore[_Request]):
 
     async def flush_cache(self) -> None:
         """Forget all prefixes, once no request runs."""
-        await self._serving().maintenance.flush_cache()
+        await self._serving().flush_cache()
 
     async def _take_back(self, tags: Iterable[str]) -> frozenset[str]:
         """What of it was released; the weights are garbage then.
@@ -222,7 +222,7 @@ class SGLangCore(BaseCore[_Request]):
         wanted = {*tags, CUDA_GRAPH} if "kv_cache" in tags else set(tags)
         released = self._asleep & wanted
         if released:
-            await self._serving().maintenance.resume(tuple(sorted(released)))
+            await self._serving().resume(tuple(sorted(released)))
         self._asleep -= released
         return released
 
@@ -235,7 +235,7 @@ class SGLangCore(BaseCore[_Request]):
         self._is_loading = True
         self._updates += 1
         try:
-            await sglang.maintenance.load_from_disk(path, version)
+            await sglang.load_from_disk(path, version)
         finally:
             self._updates += 1
             self._is_loading = False
