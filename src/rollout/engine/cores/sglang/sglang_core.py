@@ -20,7 +20,7 @@ from rollout.engine.core import (
     EngineLoad,
     GenerationRequest,
 )
-from rollout.engine.cores.base import BaseCore, OpenRequest
+from rollout.engine.cores.base import BaseCore
 from rollout.engine.cores.sglang.adapter import ServerThread, SGLang
 from rollout.engine.cores.sglang.checkpoints import check_checkpoint
 from rollout.engine.cores.sglang.server_arguments import SGLangOptions
@@ -51,17 +51,7 @@ CUDA_GRAPH = "cuda_graph"
 FROZEN_S = 5.0
 
 
-class _Request(OpenRequest):
-    """A request under way, with what reads its answers."""
-
-    __slots__ = ("reader",)
-
-    def __init__(self, reader: AnswerReader) -> None:
-        super().__init__(reader.request_id)
-        self.reader = reader
-
-
-class SGLangCore(BaseCore[_Request]):
+class SGLangCore(BaseCore[AnswerReader]):
     """An `EngineCore` over `sglang.Engine`; needs asyncio, which SGLang is written for.
 
     Log-probs are SGLang's: of the distribution after the temperature, before top-k, top-p and
@@ -124,9 +114,9 @@ class SGLangCore(BaseCore[_Request]):
             yield refusal
             return
         assert self._sglang is not None
-        reader = AnswerReader(request.request_id, self._sglang.count_unwanted_experts(request))
-        reader.is_buffering = self._is_loading
-        entry = self._open[request.request_id] = _Request(reader)
+        entry = AnswerReader(request.request_id, self._sglang.count_unwanted_experts(request))
+        entry.is_buffering = self._is_loading
+        self._open[request.request_id] = entry
         try:
             fields = await self._build_fields(request, entry)
             if fields is None:
@@ -146,7 +136,7 @@ class SGLangCore(BaseCore[_Request]):
         entry = self._open.get(request_id)
         if entry is None or self._sglang is None:
             return
-        entry.is_aborted = True
+        entry.aborted_at = anyio.current_time()
         if self._sglang.is_dispatched(request_id):
             self._sglang.abort(request_id)
         else:  # SGLang delays it, as during a weight update, and nothing has been sampled
@@ -229,7 +219,7 @@ class SGLangCore(BaseCore[_Request]):
     async def _load(self, path: str, version: int) -> None:
         sglang = self._serving()
         for entry in self._open.values():
-            entry.reader.is_buffering = True
+            entry.is_buffering = True
         # A request that comes meanwhile is computed with either: no other request shares its
         # prefix.
         self._is_loading = True
@@ -280,7 +270,7 @@ class SGLangCore(BaseCore[_Request]):
         return "the engine is being drained" if self._is_draining else super()._find_obstacle()
 
     async def _build_fields(
-        self, request: GenerationRequest, entry: _Request
+        self, request: GenerationRequest, entry: AnswerReader
     ) -> dict[str, Any] | None:
         """The request as SGLang takes it; None where it has been given up."""
         assert self._sglang is not None
@@ -289,21 +279,21 @@ class SGLangCore(BaseCore[_Request]):
         except RolloutError as error:
             entry.give_up("error", f"media of the prompt: {error}")
             return None
-        if seen and (entry.is_aborted or self._failure):
+        if seen and (entry.aborted_at is not None or self._failure):
             entry.give_up("abort", self._failure)
             return None
         fields = build_fields(request, self._options, self.info, make_salt(self._updates))
         return fields | seen
 
     async def _next_chunks(
-        self, answers: AsyncGenerator[Mapping[str, Any], None], entry: _Request
+        self, answers: AsyncGenerator[Mapping[str, Any], None], entry: AnswerReader
     ) -> Sequence[Chunk]:
         """What SGLang's next answer adds; once there is no next one, the end of the request."""
         try:
             with entry.waiting():
                 answer = await anext(answers)
                 self._preemptions += answer["meta_info"].get("num_retractions") or 0
-                chunks = entry.reader.read(answer)
+                chunks = entry.read(answer)
                 for chunk in chunks:
                     entry.note(chunk)
                 self._sampled += sum(len(chunk.ids) for chunk in chunks) // 4
@@ -329,7 +319,7 @@ class SGLangCore(BaseCore[_Request]):
             if frozen_since is not None and now - frozen_since > FROZEN_S:
                 self._lose(f"SGLang's process has been stopped for {FROZEN_S:g} s")
             for request_id, entry in self._open.items():
-                if entry.is_aborted:
+                if entry.aborted_at is not None:
                     self._sglang.abort(request_id)
 
     async def _ask_schedulers(self) -> None:

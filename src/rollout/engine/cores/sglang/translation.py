@@ -22,6 +22,7 @@ from rollout.engine.core import (
     SamplingParams,
     unpack_ids,
 )
+from rollout.engine.cores.base import OpenRequest
 from rollout.engine.cores.checks import check_log_probs, check_scored_ids
 from rollout.errors import EngineError
 
@@ -122,8 +123,8 @@ def make_salt(weight_version: int) -> str:
     return f"weights-{weight_version}"
 
 
-class AnswerReader:
-    """The answers to one request, read in their order; each token leaves in exactly one chunk.
+class AnswerReader(OpenRequest):
+    """A request under way. Its answers are read in their order; each token leaves in one chunk.
 
     An answer says token by token what sampled it (``weight_versions``), or names only the version
     that is current when it arrives: then, once the weights have changed under a request, its tokens
@@ -133,17 +134,15 @@ class AnswerReader:
         skipped_experts: Bytes at the beginning of its routed experts that were not asked for.
 
     Attributes:
-        tokens: How many have left in chunks.
         is_buffering: Tokens wait for the final answer; set beforehand where weights are changed
             under running requests.
     """
 
-    __slots__ = ("_skipped_experts", "_version", "is_buffering", "request_id", "tokens")
+    __slots__ = ("_skipped_experts", "_version", "is_buffering")
 
     def __init__(self, request_id: str, skipped_experts: int = 0) -> None:
+        super().__init__(request_id)
         self._skipped_experts = skipped_experts
-        self.request_id = request_id
-        self.tokens = 0
         self.is_buffering = False
         self._version: int | None = None
 
