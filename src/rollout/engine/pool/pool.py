@@ -14,15 +14,17 @@ import anyio
 import attrs
 
 from rollout.engine.channel.channel import watch_silence
-from rollout.engine.channel.messages import (
-    ChannelSettings,
-    ClientExpectations,
-)
+from rollout.engine.channel.messages import ChannelSettings, ClientExpectations
 from rollout.engine.core import ALL_TAGS, TAGS_OF_LEVEL
 from rollout.engine.cores.checks import check_ids, check_sampling
-from rollout.engine.pool.load_windows import LoadWindow
 from rollout.engine.pool.memory import MemoryManager
-from rollout.engine.pool.replica import Notifier, Replica, ReplicaSettings, ReplicaStatistics
+from rollout.engine.pool.replica import (
+    LoadWindow,
+    Notifier,
+    Replica,
+    ReplicaSettings,
+    ReplicaStatistics,
+)
 from rollout.engine.pool.request_runner import LAST_ANSWER_S, RecoveryPolicy, RequestRunner
 from rollout.engine.pool.weight_update import WeightUpdater, check_update
 from rollout.errors import EngineError
@@ -111,7 +113,6 @@ class EnginePool:
         self._one_at_a_time = anyio.Lock()
         self._replicas: dict[str, Replica] = {}
         self._serving: dict[Replica, None] = {}
-        self._failed: dict[Replica, EngineError] = {}  # why their first starts failed
         self._numbers = itertools.count()
         self._settings = ReplicaSettings(
             placement=placement,
@@ -292,10 +293,11 @@ class EnginePool:
 
     async def _wait_for_enough(self) -> None:
         """Return when `min_replicas` serve."""
-        count = len(self._replicas)
+        replicas = tuple(self._replicas.values())
         while len(self._serving) < self._min_replicas:
-            if len(self._failed) > count - self._min_replicas:
-                raise next(iter(self._failed.values()))
+            failed = [each.start_error for each in replicas if each.start_error and not each.starts]
+            if len(failed) > len(replicas) - self._min_replicas:
+                raise failed[0]
             await self._changes.wait()
 
     async def add_replica(self, *, load_share: float = 1.0) -> str:
@@ -403,15 +405,12 @@ class EnginePool:
         """A replica came to serve, was lost, failed to start or ended."""
         if replica.is_serving:
             self._serving[replica] = None
-            self._failed.pop(replica, None)
             self._requests.queue.is_closed = False
             self._requests.queue.call_next()
         elif replica in self._serving:
             del self._serving[replica]
             if not self._serving and self._tasks is not None:
                 self._tasks.start_soon(self._close_queue)
-        elif replica.start_error is not None:
-            self._failed.setdefault(replica, replica.start_error)
         self._changes.notify()
 
     async def _close_queue(self) -> None:
