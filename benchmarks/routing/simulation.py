@@ -189,9 +189,8 @@ class _Sink:
 def _engine(machine: Machine) -> Batcher:
     return Batcher(
         timing=slowed(machine.slowness),
-        kv=KvCache(tokens=KV.tokens, block_tokens=BLOCK_TOKENS, prefix_cache=True),
-        max_running=machine.max_running,
-        max_queued=CAPACITY.max_queued,
+        kv=KvCache(Kv(block_tokens=BLOCK_TOKENS)),
+        capacity=Capacity(max_running=machine.max_running),
         # Nobody reads partial answers here: one chunk, the last, for each request.
         stream_interval=1 << 30,
     )

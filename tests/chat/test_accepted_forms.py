@@ -80,9 +80,9 @@ def asked(context: AgentContext) -> list[Any]:
     engines = context.services.engines
     before = engines.generate
 
-    async def noted(generation: Any, **options: Any) -> None:
-        found.append(options["sampling"])
-        await before(generation, **options)
+    async def noted(generation: Any) -> None:
+        found.append(generation.sampling)
+        await before(generation)
 
     object.__setattr__(engines, "generate", noted)
     return found

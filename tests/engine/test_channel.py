@@ -271,6 +271,23 @@ async def test_answer_longer_than_a_frame_fails_its_request_alone() -> None:
         assert len(await requester.generate([1], 10)) == 10
 
 
+async def test_part_of_an_answer_longer_than_a_frame_ends_the_request_in_the_engine_too() -> None:
+    class Verbose(CountingCore):
+        async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+            ids = packed([1] * request.sampling.max_new_tokens)
+            async with aclosing(super().generate(request)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    yield msgspec.structs.replace(chunk, ids=ids, log_probs=ids)
+
+    core = Verbose(token_s=1.0)
+    async with Wire(core).channel(ChannelSettings(max_frame_bytes=4096)) as channel:
+        request = Requester(channel).submit([1], 1000)
+        await request.done.wait()
+        assert request.error.startswith("the answer does not fit: Chunk of 8")
+        await anyio.sleep(3)
+        assert core.load().running == 0
+
+
 async def test_malformed_answer_is_aborted_and_ends_once() -> None:
     class Gappy(CountingCore):
         async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:

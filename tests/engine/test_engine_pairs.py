@@ -71,10 +71,11 @@ def config(engine: str, place: str) -> RolloutConfig:
 
 async def ask(pool: EnginePool, prompt: list[int], generation: Generation, count: int) -> None:
     await pool.generate(
-        generation,
-        session_id=str(prompt[-1]),
-        prompt_ids=array("i", prompt).tobytes(),
-        sampling=SamplingParams(max_new_tokens=count, temperature=0.0, ignore_eos=True, seed=7),
+        generation.ask(
+            session_id=str(prompt[-1]),
+            prompt_ids=array("i", prompt).tobytes(),
+            sampling=SamplingParams(max_new_tokens=count, temperature=0.0, ignore_eos=True, seed=7),
+        )
     )
 
 

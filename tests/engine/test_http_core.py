@@ -294,10 +294,11 @@ async def test_http_engines_open_in_process_and_generate(model: str) -> None:
         async with open_engines(config) as pool:
             generation = Generation()
             await pool.generate(
-                generation,
-                session_id="s",
-                prompt_ids=pack_ids([5, 6, 7]),
-                sampling=SamplingParams(max_new_tokens=10),
+                generation.ask(
+                    session_id="s",
+                    prompt_ids=pack_ids([5, 6, 7]),
+                    sampling=SamplingParams(max_new_tokens=10),
+                )
             )
             assert len(generation.ids) == 10
             assert pool.info.core == "http: sglang"

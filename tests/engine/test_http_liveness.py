@@ -207,10 +207,11 @@ async def serving(
 async def ask(pool: EnginePool, generation: Generation | None = None) -> list[int]:
     generation = generation or Generation()
     await pool.generate(
-        generation,
-        session_id="s",
-        prompt_ids=pack_ids([5, 6, 7]),
-        sampling=SamplingParams(max_new_tokens=10),
+        generation.ask(
+            session_id="s",
+            prompt_ids=pack_ids([5, 6, 7]),
+            sampling=SamplingParams(max_new_tokens=10),
+        )
     )
     return generation.ids.tolist()
 

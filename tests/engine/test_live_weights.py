@@ -63,10 +63,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 async def ask(pool: EnginePool, prompt: list[int], into: Generation, count: int) -> None:
     await pool.generate(
-        into,
-        session_id=str(id(into)),
-        prompt_ids=pack_ids(prompt),
-        sampling=SamplingParams(max_new_tokens=count, temperature=0.0, ignore_eos=True),
+        into.ask(
+            session_id=str(id(into)),
+            prompt_ids=pack_ids(prompt),
+            sampling=SamplingParams(max_new_tokens=count, temperature=0.0, ignore_eos=True),
+        )
     )
 
 

@@ -59,10 +59,11 @@ def pool_of(
 
 async def ask(pool: EnginePool, generation: Generation, last: int, count: int) -> None:
     await pool.generate(
-        generation,
-        session_id=str(last),
-        prompt_ids=array("i", [last]).tobytes(),
-        sampling=SamplingParams(max_new_tokens=count),
+        generation.ask(
+            session_id=str(last),
+            prompt_ids=array("i", [last]).tobytes(),
+            sampling=SamplingParams(max_new_tokens=count),
+        )
     )
 
 

@@ -52,10 +52,11 @@ def pool_of(*cores: dict[str, Any], **options: Any) -> EnginePool:
 async def ask(pool: EnginePool, session: str) -> Generation:
     generation = Generation()
     await pool.generate(
-        generation,
-        session_id=session,
-        prompt_ids=array("i", [5, 100]).tobytes(),
-        sampling=SamplingParams(max_new_tokens=2),
+        generation.ask(
+            session_id=session,
+            prompt_ids=array("i", [5, 100]).tobytes(),
+            sampling=SamplingParams(max_new_tokens=2),
+        )
     )
     return generation
 

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 from trio.testing import MockClock
 
@@ -66,10 +67,11 @@ def pool_of(core: str = "WatchedCore", replicas: int = 1, **options: Any) -> Eng
 async def ask(pool: EnginePool, last: int, count: int, session: str = "s") -> Generation:
     generation = Generation()
     await pool.generate(
-        generation,
-        session_id=session,
-        prompt_ids=array("i", [last]).tobytes(),
-        sampling=SamplingParams(max_new_tokens=count),
+        generation.ask(
+            session_id=session,
+            prompt_ids=array("i", [last]).tobytes(),
+            sampling=SamplingParams(max_new_tokens=count),
+        )
     )
     return generation
 
@@ -95,10 +97,11 @@ async def test_generate_cancelled_keeps_tokens_and_the_engine_confirms(cores: li
         generation = Generation()
         with anyio.move_on_after(3.5) as scope:
             await pool.generate(
-                generation,
-                session_id="s",
-                prompt_ids=array("i", [7]).tobytes(),
-                sampling=SamplingParams(max_new_tokens=100),
+                generation.ask(
+                    session_id="s",
+                    prompt_ids=array("i", [7]).tobytes(),
+                    sampling=SamplingParams(max_new_tokens=100),
+                )
             )
         assert scope.cancelled_caught
         assert list(generation.ids) == [8, 9, 10]
@@ -151,11 +154,12 @@ async def test_generate_waiter_of_higher_priority_is_served_first(cores: list[An
 
         async def one(number: int, priority: int) -> None:
             await pool.generate(
-                Generation(),
-                session_id=str(number),
-                prompt_ids=array("i", [number]).tobytes(),
-                sampling=SamplingParams(max_new_tokens=1),
-                priority=priority,
+                Generation().ask(
+                    session_id=str(number),
+                    prompt_ids=array("i", [number]).tobytes(),
+                    sampling=SamplingParams(max_new_tokens=1),
+                    priority=priority,
+                )
             )
             order.append(number)
 
@@ -191,10 +195,11 @@ async def test_generate_id_outside_the_vocabulary_does_not_leave_the_driver(
     async with pool_of(vocab_size=100).serving() as pool:
         with pytest.raises(EngineError) as caught:
             await pool.generate(
-                Generation(),
-                session_id="s",
-                prompt_ids=array("i", [5, 100]).tobytes(),
-                sampling=SamplingParams(max_new_tokens=1),
+                Generation().ask(
+                    session_id="s",
+                    prompt_ids=array("i", [5, 100]).tobytes(),
+                    sampling=SamplingParams(max_new_tokens=1),
+                )
             )
     assert str(caught.value) == (
         "token id 100 at position 1 is outside the engine's vocabulary of 100 ids"
@@ -208,7 +213,7 @@ async def test_generate_sampling_of_a_wrong_type_does_not_leave_the_driver(
     async with pool_of().serving() as pool:
         with pytest.raises(EngineError, match="temperature = 'hot': expected `float`"):
             await pool.generate(
-                Generation(), session_id="s", prompt_ids=bytes(4), sampling=sampling
+                Generation().ask(session_id="s", prompt_ids=bytes(4), sampling=sampling)
             )
 
 
@@ -222,10 +227,11 @@ async def test_policy_fail_replica_dies_its_request_fails_and_it_is_started_agai
         async def doomed() -> None:
             try:
                 await pool.generate(
-                    generation,
-                    session_id="s",
-                    prompt_ids=array("i", [7]).tobytes(),
-                    sampling=SamplingParams(max_new_tokens=100),
+                    generation.ask(
+                        session_id="s",
+                        prompt_ids=array("i", [7]).tobytes(),
+                        sampling=SamplingParams(max_new_tokens=100),
+                    )
                 )
             except EngineError as error:
                 failed.append(error)
@@ -333,11 +339,12 @@ async def ask_until(
 ) -> None:
     with limit:
         await pool.generate(
-            generation,
-            session_id=session,
-            prompt_ids=array("i", [7]).tobytes(),
-            sampling=SamplingParams(max_new_tokens=100),
-            limit=limit,
+            generation.ask(
+                session_id=session,
+                prompt_ids=array("i", [7]).tobytes(),
+                sampling=SamplingParams(max_new_tokens=100),
+                limit=limit,
+            )
         )
 
 
@@ -386,11 +393,12 @@ async def test_request_that_waits_for_a_place_is_placed_where_its_trajectory_con
 
         async def carried() -> None:
             await pool.generate(
-                generation,
-                session_id="carried",
-                prompt_ids=array("i", [2]).tobytes(),
-                sampling=SamplingParams(max_new_tokens=3),
-                limit=clock,
+                generation.ask(
+                    session_id="carried",
+                    prompt_ids=array("i", [2]).tobytes(),
+                    sampling=SamplingParams(max_new_tokens=3),
+                    limit=clock,
+                )
             )
 
         async with anyio.create_task_group() as tasks:
@@ -435,3 +443,19 @@ async def test_core_that_says_it_is_lost_is_replaced(monkeypatch: pytest.MonkeyP
         while pool.statistics()[0].starts < 2:
             await anyio.sleep(0.1)
         assert (await ask(pool, 7, 3)).ids.tolist() == [8, 9, 10]
+
+
+async def test_replicas_of_unlike_contexts_share_the_shorter_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[CountingCore] = []
+
+    class UnlikeCore(CountingCore):
+        def __init__(self) -> None:
+            super().__init__()
+            self.info = msgspec.structs.replace(self.info, context_length=(90, 40, 60)[len(made)])
+            made.append(self)
+
+    monkeypatch.setattr(fake_core, "UnlikeCore", UnlikeCore, raising=False)
+    async with pool_of("UnlikeCore", replicas=3).serving() as pool:
+        assert pool.info.context_length == 40

@@ -68,10 +68,11 @@ async def ask(
 ) -> list[int]:
     generation = generation or Generation()
     await pool.generate(
-        generation,
-        session_id=f"s{last}",
-        prompt_ids=array("i", [5, last]).tobytes(),
-        sampling=SamplingParams(max_new_tokens=count),
+        generation.ask(
+            session_id=f"s{last}",
+            prompt_ids=array("i", [5, last]).tobytes(),
+            sampling=SamplingParams(max_new_tokens=count),
+        )
     )
     return list(generation.ids)
 

@@ -94,10 +94,11 @@ async def opened(config: RolloutConfig) -> AsyncIterator[EnginePool]:
 async def ask(pool: EnginePool, last: int, count: int) -> Generation:
     generation = Generation()
     await pool.generate(
-        generation,
-        session_id=str(last),
-        prompt_ids=array("i", [last]).tobytes(),
-        sampling=SamplingParams(max_new_tokens=count),
+        generation.ask(
+            session_id=str(last),
+            prompt_ids=array("i", [last]).tobytes(),
+            sampling=SamplingParams(max_new_tokens=count),
+        )
     )
     return generation
 

@@ -70,10 +70,11 @@ async def ask(
 ) -> Generation:
     generation = Generation() if generation is None else generation
     await pool.generate(
-        generation,
-        session_id=f"s{prompt[-1]}",
-        prompt_ids=array("i", prompt).tobytes(),
-        sampling=SamplingParams(max_new_tokens=count, **sampling),
+        generation.ask(
+            session_id=f"s{prompt[-1]}",
+            prompt_ids=array("i", prompt).tobytes(),
+            sampling=SamplingParams(max_new_tokens=count, **sampling),
+        )
     )
     return generation
 

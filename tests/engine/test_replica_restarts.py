@@ -105,10 +105,11 @@ async def opened(machine: Machine, replicas: int = 1, **recovery: Any) -> AsyncI
 async def ask(pool: EnginePool, last: int, count: int = 1) -> Generation:
     generation = Generation()
     await pool.generate(
-        generation,
-        session_id=f"s{last}",
-        prompt_ids=array("i", [5, last]).tobytes(),
-        sampling=SamplingParams(max_new_tokens=count),
+        generation.ask(
+            session_id=f"s{last}",
+            prompt_ids=array("i", [5, last]).tobytes(),
+            sampling=SamplingParams(max_new_tokens=count),
+        )
     )
     assert list(generation.ids) == list(range(last + 1, last + 1 + count))
     return generation

@@ -619,11 +619,12 @@ def simulated_pool(slownesses: tuple[float, ...], **options: Any) -> EnginePool:
 async def ask(pool: EnginePool, session: str, prompt: bytes, count: int) -> Generation:
     generation = Generation()
     await pool.generate(
-        generation,
-        session_id=session,
-        prompt_ids=prompt,
-        sampling=SamplingParams(max_new_tokens=count, ignore_eos=True),
-        group_id="g",
+        generation.ask(
+            session_id=session,
+            prompt_ids=prompt,
+            sampling=SamplingParams(max_new_tokens=count, ignore_eos=True),
+            group_id="g",
+        )
     )
     return generation
 

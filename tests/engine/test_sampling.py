@@ -18,17 +18,16 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from rollout.engine.core import SamplingParams
+from rollout.engine.core import GenerationRequest, SamplingParams
 from rollout.engine.cores.transformers.sampling import (
-    SamplingRow,
     draw_by_weight,
     penalise,
     sample,
     truncate,
 )
+from rollout.engine.cores.transformers.scheduler import Sequence
 
 VOCABULARY = 1500
-NOTHING_SEEN = np.zeros(0, dtype=np.int32)
 
 
 def logits(seed: int, rows: int = 1, scale: float = 3.0, vocabulary: int = VOCABULARY):
@@ -40,8 +39,12 @@ def params(**values) -> SamplingParams:
     return SamplingParams(max_new_tokens=1, **values)
 
 
-def row(position: int = 0, seed: int = 1, seen=NOTHING_SEEN, **values) -> SamplingRow:
-    return SamplingRow(params(**values), seed, position, np.asarray(seen, dtype=np.int32))
+def row(position: int = 0, seed: int = 1, seen=(), **values) -> Sequence:
+    """A request that is through its prompt: the ids `seen`, repeated up to `position`."""
+    length = max(position, len(seen))
+    prompt = np.resize(np.asarray(seen or [0], dtype=np.int32), length).tobytes()
+    request = GenerationRequest(request_id="r", prompt_ids=prompt, sampling=params(**values))
+    return Sequence(request, context_length=length + 1, eos_ids=(), seed=seed)
 
 
 def ids_of(draws) -> list[int]:

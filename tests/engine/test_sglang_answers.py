@@ -11,9 +11,8 @@ import pytest
 
 from rollout.config import RolloutConfig, SamplingConfig, SGLangEngine, config_from_dict
 from rollout.engine.core import EngineInfo, GenerationRequest, SamplingParams, pack_ids
-from rollout.engine.cores.sglang.answers import AnswerReader
-from rollout.engine.cores.sglang.generate_requests import build_fields, make_salt
 from rollout.engine.cores.sglang.server_arguments import SGLangOptions, engine_arguments
+from rollout.engine.cores.sglang.translation import AnswerReader, build_fields, make_salt
 from rollout.engine.pool.generation import Generation
 from rollout.errors import ConfigError, EngineError
 

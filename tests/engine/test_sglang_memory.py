@@ -25,7 +25,7 @@ from rollout.engine.core import (
     pack_ids,
 )
 from rollout.engine.cores.sglang import SGLangCore
-from rollout.engine.cores.sglang.maintenance import SGLangMaintenance
+from rollout.engine.cores.sglang.adapter import SGLang
 from rollout.engine.cores.sglang.server_arguments import NO_MEMORY_SAVER, SGLangOptions
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec
@@ -43,11 +43,17 @@ pytestmark = pytest.mark.anyio
 SAVER = {"enable_memory_saver": True}
 
 
-class Maintenance:
-    """Notes what SGLang would be asked."""
+@attrs.define
+class RunningSGLang:
+    """As much of `adapter.SGLang` as a core needs without its processes."""
 
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, Any]] = []
+    info: Any = CountingCore().info
+    model_path: str = "m"
+    names_versions: bool = True
+    answers: Any = ()
+    aborted: list[str] = attrs.field(factory=list)
+    #: What SGLang would be asked.
+    asked: list[tuple[str, Any]] = attrs.field(factory=list)
 
     async def release(self, tags: tuple[str, ...]) -> None:
         self.asked.append(("release", tags))
@@ -57,17 +63,6 @@ class Maintenance:
 
     async def load_from_disk(self, path: str, version: int) -> None:
         self.asked.append(("load", version))
-
-
-@attrs.define
-class RunningSGLang:
-    """As much of `adapter.SGLang` as a core needs without its processes."""
-
-    maintenance: Any = attrs.field(factory=Maintenance)
-    info: Any = CountingCore().info
-    model_path: str = "m"
-    answers: Any = ()
-    aborted: list[str] = attrs.field(factory=list)
 
     def count_unwanted_experts(self, request: GenerationRequest) -> int:
         return 0
@@ -83,19 +78,19 @@ class RunningSGLang:
         self.aborted.append(request_id)
 
 
-def core_of(**options: Any) -> tuple[SGLangCore, Maintenance]:
+def core_of(**options: Any) -> tuple[SGLangCore, RunningSGLang]:
     core, running = SGLangCore(model="m", **options), RunningSGLang()
-    core._sglang = running  # type: ignore[assignment]
+    core._sglang, core._info = running, running.info  # type: ignore[assignment]
     core._failure = ""
-    return core, running.maintenance
+    return core, running
 
 
 async def test_sleep_at_level_2_releases_the_graphs_too_and_they_come_back_with_the_cache() -> None:
-    core, maintenance = core_of(server_args=SAVER)
+    core, running = core_of(server_args=SAVER)
     await core.sleep(2)
     await core.wake_up(("weights",))
     await core.wake_up(("kv_cache",))
-    assert maintenance.asked == [
+    assert running.asked == [
         ("release", ("cuda_graph", "kv_cache", "weights")),
         ("resume", ("weights",)),
         ("load", 0),
@@ -104,21 +99,21 @@ async def test_sleep_at_level_2_releases_the_graphs_too_and_they_come_back_with_
 
 
 async def test_sleep_at_level_1_releases_the_cache_alone() -> None:
-    core, maintenance = core_of(server_args=SAVER)
+    core, running = core_of(server_args=SAVER)
     await core.sleep(1)
     await core.wake_up(("kv_cache", "weights"))
-    assert maintenance.asked == [("release", ("kv_cache",)), ("resume", ("kv_cache",))]
+    assert running.asked == [("release", ("kv_cache",)), ("resume", ("kv_cache",))]
 
 
 async def test_sleep_deeper_after_level_1_releases_the_rest() -> None:
-    core, maintenance = core_of(server_args=SAVER)
+    core, running = core_of(server_args=SAVER)
     await core.sleep(1)
     await core.sleep(2)
-    assert maintenance.asked[1:] == [("release", ("cuda_graph", "weights"))]
+    assert running.asked[1:] == [("release", ("cuda_graph", "weights"))]
 
 
 async def test_sleep_without_the_memory_saver_is_refused_by_name() -> None:
-    core, maintenance = core_of()
+    core, running = core_of()
     with pytest.raises(EngineError) as caught:
         await core.sleep(1)
     assert str(caught.value) == (
@@ -126,7 +121,7 @@ async def test_sleep_without_the_memory_saver_is_refused_by_name() -> None:
         "engine.server_args.enable_memory_saver = true (engine.sleep_between_batches and "
         "placement.colocate set it)"
     )
-    assert maintenance.asked == []
+    assert running.asked == []
     assert SGLangOptions(model="m").no_sleep == NO_MEMORY_SAVER
     assert SGLangOptions(model="m", device="cpu").no_sleep == ""
 
@@ -172,10 +167,10 @@ async def test_weights_that_sglang_may_have_loaded_in_part_break_the_engine(faul
     types: Any = type("io_struct", (), {})
     for name in ("UpdateWeightFromDisk", "PauseGeneration", "ContinueGeneration"):
         setattr(types, f"{name}ReqInput", Request)
-    maintenance = object.__new__(SGLangMaintenance)
-    maintenance._tokens, maintenance._types = Tokens(), types
+    sglang = object.__new__(SGLang)
+    sglang._tokens, sglang._types = Tokens(), types
     with pytest.raises(EngineBroken) as caught:
-        await maintenance.load_from_disk("/w", 3)
+        await sglang.load_from_disk("/w", 3)
     assert str(caught.value) == "SGLang did not load /w: RuntimeError: out of memory"
 
 

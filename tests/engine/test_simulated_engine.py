@@ -27,7 +27,7 @@ from rollout.engine.core import (
 )
 from rollout.engine.cores.simulated.batching import Batcher, Job
 from rollout.engine.cores.simulated.kv_cache import KvCache
-from rollout.engine.cores.simulated.options import Lognormal, Timing
+from rollout.engine.cores.simulated.options import Capacity, Kv, Lognormal, Timing
 from rollout.errors import ConfigError
 from rollout.testing import (
     Scenario,
@@ -768,7 +768,10 @@ def _simulate(
 ) -> tuple[list[_Record], EngineLoad]:
     """Run jobs through a batcher, looking at it each quarter of a second or only when due."""
     batcher = Batcher(
-        timing=Timing(**TIMING), kv=kv, max_running=4, max_queued=100, stream_interval=3
+        timing=Timing(**TIMING),
+        kv=kv,
+        capacity=Capacity(max_running=4, max_queued=100),
+        stream_interval=3,
     )
     records = [_Record() for _ in jobs]
     events: list[tuple[int, int, str]] = []
@@ -805,7 +808,9 @@ def test_batching_ends_every_job_once_whoever_looks(
     jobs: list[tuple[int, int, int, int | None, int]], prefix_cache: bool
 ) -> None:
     runs = [
-        _simulate(jobs, KvCache(tokens=41, block_tokens=4, prefix_cache=prefix_cache), looks=looks)
+        _simulate(
+            jobs, KvCache(Kv(tokens=41, block_tokens=4, prefix_cache=prefix_cache)), looks=looks
+        )
         for looks in (False, True)
     ]
     (records, load), (others, other_load) = runs

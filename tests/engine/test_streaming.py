@@ -93,10 +93,11 @@ async def cut_after(pool: EnginePool, seconds: float) -> Generation:
     generation = Generation()
     with anyio.move_on_after(seconds):
         await pool.generate(
-            generation,
-            session_id="s",
-            prompt_ids=array("i", [7]).tobytes(),
-            sampling=SamplingParams(max_new_tokens=1000),
+            generation.ask(
+                session_id="s",
+                prompt_ids=array("i", [7]).tobytes(),
+                sampling=SamplingParams(max_new_tokens=1000),
+            )
         )
     return generation
 

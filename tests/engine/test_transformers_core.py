@@ -621,7 +621,7 @@ async def test_core_logits_that_are_not_finite_end_their_request_only(
 
     def spoilt(logits: torch.Tensor, rows: Any) -> Any:
         for index, row in enumerate(rows):
-            if row.position == 4 and row.seen[0] == 9:
+            if row.length == 4 and row.ids[0] == 9:
                 logits[index] = torch.nan
         return original(logits, rows)
 

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
 import attrs
 import msgspec
 import pytest
@@ -146,6 +147,29 @@ async def test_broadcast_that_one_replica_cannot_load_is_removed_all_the_same(
         with hold_clock():
             await pool.update_weights(8, sent(directory))
         assert list(map(bool, loaded(cores))) == [False, True, True, True]
+        assert left_in(directory) == []
+
+
+async def test_broadcast_whose_last_replica_of_a_machine_breaks_is_removed_by_another_one(
+    cores: list[Any], received: list[DistributedWeights], tmp_path: Path
+) -> None:
+    directory = tmp_path / "odd"
+    directory.mkdir()
+    async with pool_of({}, {}, {}, {"name": "fragile"}).serving() as pool:
+        last = next(core for core in cores if core.index == 3)
+        load = last.update_weights
+
+        async def load_last(version: int, source: DiskWeights) -> None:
+            while not all(core.loaded for core in cores if core is not last):
+                await anyio.lowlevel.checkpoint()
+            for _ in range(100):  # the driver hears of it
+                await anyio.lowlevel.checkpoint()
+            await load(version, source)
+
+        last.update_weights = load_last
+        with hold_clock():
+            await pool.update_weights(8, sent(directory))
+        assert list(map(bool, loaded(cores)))[:3] == [True, True, True]
         assert left_in(directory) == []
 
 

@@ -82,11 +82,12 @@ async def ask(
     """A generation, which says what one undisturbed request would have said."""
     generation = Generation() if into is None else into
     await pool.generate(
-        generation,
-        session_id=f"s{last}",
-        prompt_ids=array("i", [5, last]).tobytes(),
-        sampling=SamplingParams(max_new_tokens=count, **sampling),
-        limit=limit,
+        generation.ask(
+            session_id=f"s{last}",
+            prompt_ids=array("i", [5, last]).tobytes(),
+            sampling=SamplingParams(max_new_tokens=count, **sampling),
+            limit=limit,
+        )
     )
     check_counted(generation, last, count)
     return generation

@@ -30,12 +30,11 @@ if TYPE_CHECKING:
 
     from harness.call_records import CallRecord
     from rollout.config import RolloutConfig
-    from rollout.engine.core import EngineCore, SamplingParams
+    from rollout.engine.core import EngineCore
     from rollout.engine.pool.generation import Generation
     from rollout.engine.pool.pool import EnginePool, ExpectationsGiver
     from rollout.observe.event_stream import EventStream
     from rollout.scheduling.rewards.functions import GroupRewardFunction, RewardFunction
-    from rollout.token_prefix import TokenPrefix
 
 
 class Recorder:
@@ -129,27 +128,14 @@ class _WatchedEngines:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pool, name)
 
-    async def generate(
-        self,
-        generation: Generation,
-        *,
-        session_id: str,
-        prompt_ids: bytes | TokenPrefix,
-        sampling: SamplingParams,
-        **options: Any,
-    ) -> None:
+    async def generate(self, generation: Generation) -> None:
         """See `EnginePool.generate`."""
-        packed = prompt_ids if isinstance(prompt_ids, bytes) else prompt_ids.packed()
+        prompt, sampling = generation.prompt, generation.sampling
+        packed = prompt if isinstance(prompt, bytes) else prompt.packed()
         record = GenerationRecord(generation, packed, sampling, anyio.current_time())
-        self._watched.record_generation(session_id, record)
+        self._watched.record_generation(generation.session_id, record)
         try:
-            await self._pool.generate(
-                generation,
-                session_id=session_id,
-                prompt_ids=prompt_ids,
-                sampling=sampling,
-                **options,
-            )
+            await self._pool.generate(generation)
         except BaseException as error:
             record.failure = name_of(error)
             record.is_engine_failure = isinstance(error, EngineError)

@@ -87,11 +87,12 @@ def pool_of(*modalities: list[str], no_media: str = "", **options: Any) -> Engin
 async def ask(pool: EnginePool, *media: Media, session: str = "s", count: int = 4) -> Generation:
     generation = Generation()
     await pool.generate(
-        generation,
-        session_id=session,
-        prompt_ids=pack_ids([1, 2, 3]),
-        sampling=SamplingParams(max_new_tokens=count),
-        media=placed(*media),
+        generation.ask(
+            session_id=session,
+            prompt_ids=pack_ids([1, 2, 3]),
+            sampling=SamplingParams(max_new_tokens=count),
+            media=placed(*media),
+        )
     )
     return generation
 
@@ -137,11 +138,12 @@ async def test_pool_weights_change_request_resumes_with_media_that_are_there(
 
         async def one() -> None:
             await pool.generate(
-                generation,
-                session_id="s",
-                prompt_ids=pack_ids([1]),
-                sampling=SamplingParams(max_new_tokens=6),
-                media=placed(a),
+                generation.ask(
+                    session_id="s",
+                    prompt_ids=pack_ids([1]),
+                    sampling=SamplingParams(max_new_tokens=6),
+                    media=placed(a),
+                )
             )
 
         tasks.start_soon(one)

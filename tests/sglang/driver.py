@@ -165,10 +165,11 @@ async def ask(
 ) -> Generation:
     """Greedy, 32 tokens."""
     await pool.generate(
-        generation,
-        session_id=str(id(generation)),
-        prompt_ids=pack_ids(list(prompt)),
-        sampling=SamplingParams(**{"max_new_tokens": 32, "temperature": 0.0, **sampling}),
+        generation.ask(
+            session_id=str(id(generation)),
+            prompt_ids=pack_ids(list(prompt)),
+            sampling=SamplingParams(**{"max_new_tokens": 32, "temperature": 0.0, **sampling}),
+        )
     )
     return generation
 

@@ -17,6 +17,7 @@ import transformers
 from asking import Answer, asked, collect
 from models import CONTEXT, EOS, VOCABULARY, save_model
 
+from rollout.bridge import wait_future
 from rollout.engine.cores.sglang import SGLangCore
 from rollout.engine.cores.sglang import sglang_core as core_module
 from rollout.engine.weights import DiskWeights
@@ -305,15 +306,14 @@ async def test_core_request_amid_a_change_of_weights_leaves_no_prefix_to_later_o
     core: SGLangCore, llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = prompts(4, 100)[3]
-    maintenance = core._sglang.maintenance
-    load = maintenance.load_from_disk
+    load = core._sglang.load_from_disk
     amid: list[Answer] = []
 
     async def load_late(path: str, version: int) -> None:
         amid.append(await collect(core, asked(text)))  # SGLang has not been paused yet
         await load(path, version)
 
-    monkeypatch.setattr(maintenance, "load_from_disk", load_late)
+    monkeypatch.setattr(core._sglang, "load_from_disk", load_late)
     await core.update_weights(1, DiskWeights(llama))
     after = await collect(core, asked(text))
     monkeypatch.undo()
@@ -326,7 +326,7 @@ async def test_core_request_amid_a_change_of_weights_leaves_no_prefix_to_later_o
 async def test_core_weights_under_requests_need_a_version_that_names_what_sampled_a_token(
     core: SGLangCore, llama: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core._sglang.maintenance, "names_versions", False)
+    monkeypatch.setattr(core._sglang, "names_versions", False)
     request = asked(prompts(1)[0], max_new_tokens=480, ignore_eos=True)
     async with anyio.create_task_group() as tasks:
         await started(core, request, tasks)
@@ -427,5 +427,5 @@ async def test_core_start_that_is_cancelled_leaves_no_process(llama: str) -> Non
         await core.start()
     assert scope.cancelled_caught
     with anyio.fail_after(60):
-        await core._stopped.wait()
+        await wait_future(core._server_thread.stopped)
     assert [p for p in multiprocessing.active_children() if p.is_alive()] == []

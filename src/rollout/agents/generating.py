@@ -122,16 +122,17 @@ async def _ask_engines(
 ) -> None:
     state, transcript = conversation._state, conversation.transcript
     await state.services.engines.generate(
-        generation,
-        session_id=conversation.session_id,
-        prompt_ids=transcript.prefix,
-        sampling=sampling,
-        priority=state.prompt.priority,
-        known_experts=transcript.routed_length,
-        group_id=conversation._group_id,
-        limit=limit,
-        trajectory=conversation._identity.number,
-        media=transcript.media,
+        generation.ask(
+            session_id=conversation.session_id,
+            prompt_ids=transcript.prefix,
+            sampling=sampling,
+            priority=state.prompt.priority,
+            known_experts=transcript.routed_length,
+            group_id=conversation._group_id,
+            limit=limit,
+            trajectory=conversation._identity.number,
+            media=transcript.media,
+        )
     )
 
 

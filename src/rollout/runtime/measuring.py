@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import anyio
 import attrs
 
-from rollout.engine.pool.load_windows import LoadWindow
 from rollout.engine.pool.pool import EnginePool
-from rollout.engine.pool.replica import ReplicaStatistics, find_missing
+from rollout.engine.pool.replica import LoadWindow, ReplicaStatistics, find_missing
 from rollout.engine.pool.request_runner import RecoveryCounts
 from rollout.journal.journal import JournalStatistics
 from rollout.observe.events import BatchEnded, BatchStarted, RuntimeSampled

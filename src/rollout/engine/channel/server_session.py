@@ -375,6 +375,8 @@ class ServerSession:
             self._frames.send_nowait(chunk)
         except FrameTooLongError as error:
             self._fail(chunk.request_id, f"the answer does not fit: {error}")
+            if chunk.request_id in self._requests:  # of which nobody waits for more
+                self._abort(self._requests[chunk.request_id])
 
     def _fail(self, request_id: str, error: str, *, fatal: bool = False) -> None:
         self._frames.send_nowait(

@@ -27,16 +27,16 @@ class OpenRequest:
     Attributes:
         request_id: Its own.
         tokens: How many have left in chunks.
-        is_aborted: Its end was asked for and has not been confirmed.
+        aborted_at: When its end was asked for, which has not been confirmed; None: it was not.
         is_over: Its last chunk has been made.
     """
 
-    __slots__ = ("_end", "_scope", "is_aborted", "is_over", "request_id", "tokens")
+    __slots__ = ("_end", "_scope", "aborted_at", "is_over", "request_id", "tokens")
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.tokens = 0
-        self.is_aborted = False
+        self.aborted_at: float | None = None
         self.is_over = False
         self._scope: anyio.CancelScope | None = None
         self._end: tuple[FinishReason, str, bool] | None = None

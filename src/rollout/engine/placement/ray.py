@@ -26,12 +26,12 @@ from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.engine.placement.ray_cluster import (
     CLOSE_S,
     NAMESPACE,
-    GpuSlot,
     RayCalls,
     find_address,
     find_gpu_ids,
     import_ray,
     join_cluster,
+    split_slot,
 )
 from rollout.errors import EngineError
 from rollout.limits import cleanup_scope
@@ -57,7 +57,7 @@ class RayActors:
         python: Interpreter of the engines; None takes that of Ray's workers.
         resources: What each replica asks of its machine: ``{"GPU": 1.0, "CPU": 1.0}``.
         nodes: Addresses of machines; slot i is on the i-th, counted round. Empty: anywhere.
-        colocate: One `GpuSlot` text for each machine of each replica; nothing is then asked of Ray.
+        colocate: ``node:0,1`` for each machine of each replica; nothing is then asked of Ray.
         machines: That each replica spreads over. Each has an actor with its share of `resources`;
             the first one's engine is connected to, and the cores learn their rank by the options
             ``nodes``, ``node_rank`` and ``rendezvous`` (an address on the first machine).
@@ -78,7 +78,7 @@ class RayActors:
         self._machines = machines
         self._resources = {name: amount / machines for name, amount in resources.items() if amount}
         self._nodes = tuple(nodes)
-        self._gpu_slots = [GpuSlot.parse(text) for text in colocate]
+        self._gpu_slots = [split_slot(text) for text in colocate]
         self._run = secrets.token_hex(4)
         self._groups: dict[str, Any] = {}
         self._own_address = self._ray.util.get_node_ip_address()
@@ -135,7 +135,7 @@ class RayActors:
     async def _reserve(self, name: str, slot: int) -> str:
         """Wait for the replica's resources; returns the node that has them."""
         if self._gpu_slots:
-            return await self._find_node(self._find_gpu_slot(name, slot, 0).node, "NodeID")
+            return await self._find_node(self._find_gpu_slot(name, slot, 0)[0], "NodeID")
         if name not in self._groups:
             bundles = [await self._build_bundle(slot, rank) for rank in range(self._machines)]
             self._groups[name] = await self._calls.run(
@@ -159,7 +159,8 @@ class RayActors:
             bundle[f"node:{await self._find_node(node, 'NodeManagerAddress')}"] = 0.001
         return bundle or {"CPU": 0.001}  # an empty one is refused
 
-    def _find_gpu_slot(self, name: str, slot: int, rank: int) -> GpuSlot:
+    def _find_gpu_slot(self, name: str, slot: int, rank: int) -> tuple[str, str]:
+        """The node and the GPUs that a part of a replica shares."""
         number = slot * self._machines + rank
         if number >= len(self._gpu_slots):
             raise EngineError(
@@ -180,7 +181,7 @@ class RayActors:
         """An actor on the replica's resources."""
         strategies = self._ray.util.scheduling_strategies
         if self._gpu_slots:
-            node = await self._find_node(self._find_gpu_slot(name, slot, rank).node, "NodeID")
+            node = await self._find_node(self._find_gpu_slot(name, slot, rank)[0], "NodeID")
             strategy = strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)
             amounts = {"num_cpus": 0.0, "num_gpus": 0.0}
         else:
@@ -234,7 +235,7 @@ class RayActors:
         with_path = is_here and not self._python
         line = encode_spec(spec, secret, with_sys_path=with_path, host=host, is_follower=rank > 0)
         if self._gpu_slots:
-            devices = self._find_gpu_slot(name, spec.slot, rank).gpu_ids
+            devices = self._find_gpu_slot(name, spec.slot, rank)[1]
         else:
             devices = await self._calls.ask(actor.__ray_call__, find_gpu_ids)
         # Ray does so only where it has not been told not to, as trainers do.

@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
-import attrs
 
 from rollout.bridge import wait_future
 from rollout.errors import EngineError
@@ -110,18 +109,10 @@ def find_gpu_ids(_: object) -> str:
     return ",".join(sorted(map(str, import_ray().get_gpu_ids()), key=lambda gpu: (len(gpu), gpu)))
 
 
-@attrs.frozen
-class GpuSlot:
-    """GPUs that another placement holds already: `placement.colocate` names one per replica."""
-
-    node: str
-    gpu_ids: str
-
-    @classmethod
-    def parse(cls, text: str) -> GpuSlot:
-        """From ``node:0,1``; the node by its Ray id or its address."""
-        node, _, gpu_ids = text.rpartition(":")
-        return cls(node, gpu_ids)
+def split_slot(text: str) -> tuple[str, str]:
+    """The node, by its Ray id or its address, and the GPUs of an entry of `placement.colocate`."""
+    node, _, gpu_ids = text.rpartition(":")
+    return node, gpu_ids
 
 
 def gpu_slots_of(workers: Sequence[Any], gpus_per_replica: int = 1) -> tuple[str, ...]:
@@ -145,13 +136,12 @@ def gpu_slots_of(workers: Sequence[Any], gpus_per_replica: int = 1) -> tuple[str
     def locate(worker: object) -> str:
         return f"{ray.get_runtime_context().get_node_id()}:{find_gpu_ids(worker)}"
 
-    texts = ray.get([worker.__ray_call__.remote(locate) for worker in workers])
-    slots = [GpuSlot.parse(text) for text in texts]
+    slots = ray.get([worker.__ray_call__.remote(locate) for worker in workers])
     found = []
     for start in range(0, len(slots), gpus_per_replica):
-        parts = slots[start : start + gpus_per_replica]
-        if len({part.node for part in parts}) > 1:
+        nodes, gpu_ids = zip(*map(split_slot, slots[start : start + gpus_per_replica]), strict=True)
+        if len(set(nodes)) > 1:
             last = start + gpus_per_replica - 1
             raise EngineError(f"workers {start} to {last} are on several machines; expected one")
-        found.append(f"{parts[0].node}:{','.join(part.gpu_ids for part in parts)}")
+        found.append(f"{nodes[0]}:{','.join(gpu_ids)}")
     return tuple(found)

@@ -16,8 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout.engine.channel.messages import Submit
-from rollout.engine.cores.checks import describe_outside_id
+from rollout.engine.cores.checks import check_sampling, describe_outside_id
 from rollout.errors import EngineError
+from rollout.limits import Clock
+from rollout.observe.event_stream import NO_TRAJECTORY
 from rollout.observe.explanation import Wait
 from rollout.token_prefix import find_outside_id
 
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
     from rollout.engine.core import Chunk, EngineInfo, FinishReason, SamplingParams
     from rollout.engine.routing import Dispatch
-    from rollout.limits import Clock, Limit
+    from rollout.limits import Limit
     from rollout.medium import PlacedMedia
     from rollout.token_prefix import TokenPrefix
 
@@ -114,9 +116,7 @@ class Generation:
         on_tokens: Readers, each called with it at each chunk that brings tokens or the end; one
             that raises is logged and not called again. After a restart the tokens are fewer.
 
-    Attributes that `ask` sets:
-        session_id, prompt, sampling, priority, group_id, limit, trajectory, media: As in
-            `EnginePool.generate`.
+    Attributes of what is asked for, beside the arguments of `ask`:
         expert_start: Tokens of the prompt whose routed experts the caller has.
         info: The facts that all engines share.
         on_end: Called when the engine no longer works on a request.
@@ -145,6 +145,7 @@ class Generation:
     deadline: float
     done: anyio.Event
     counts: TokenCounts
+    on_end: Callable[[Generation], None]
 
     def __init__(
         self, on_tokens: Sequence[Callable[[Generation], object]] = (), *, is_seeded: bool = False
@@ -169,6 +170,16 @@ class Generation:
         self.top_log_probs: bytes | bytearray = bytearray()
         self.routed_experts: bytes | bytearray = bytearray()
         self._packed: tuple[bytes, bytes] | None = None
+        self.losses: list[Loss] = []
+        self.malformed, self.refused_backoff_s = 0, 0.05
+        self.waits_since = self.placed_at = 0.0
+        self.called: anyio.Event | None = None
+        self.dispatch: Dispatch | None = None
+        self.error = ""
+        self.first_at: float | None = None
+        self.loss: Loss | None = None
+        self.is_running = self.is_cancelled = self.is_abandoned = self._is_paused = False
+        self.is_lost = self.is_malformed = self.is_interrupted = False
 
     @property
     def count(self) -> int:
@@ -255,36 +266,45 @@ class Generation:
         self,
         *,
         session_id: str,
-        prompt: bytes | TokenPrefix,
+        prompt_ids: bytes | TokenPrefix,
         sampling: SamplingParams,
-        info: EngineInfo,
-        priority: int,
-        known_experts: int,
-        group_id: str,
-        limit: Limit,
-        trajectory: int,
-        media: tuple[PlacedMedia, ...],
-        on_end: Callable[[Generation], None],
-    ) -> None:
-        """Say what is to be generated, before the first request."""
-        self.session_id, self.prompt, self.sampling, self.info = session_id, prompt, sampling, info
+        priority: int = 0,
+        known_experts: int = 0,
+        group_id: str = "",
+        limit: Limit | None = None,
+        trajectory: int = NO_TRAJECTORY,
+        media: Sequence[PlacedMedia] = (),
+    ) -> Generation:
+        """Say what is to be generated, once, before it is; returns itself.
+
+        Args:
+            session_id: The conversation; its requests stay on one replica while that serves well.
+            prompt_ids: int32 little-endian, packed; or the trajectory's prefix.
+            sampling: Checked where there is no `limit`: a trajectory has checked its own.
+            priority: Larger is served first, here and in the engine.
+            known_experts: Tokens of the prompt whose routed experts the caller has already.
+            group_id: Trajectories that begin with the same prompt; "" for one on its own.
+            limit: The generation's, which engines keep too; the caller awaits it within. It stands
+                still while the runtime lets the request wait.
+            trajectory: Its number in the run's events.
+            media: Those in the prompt, in order; a replica is sent each once, while it has it.
+
+        Raises:
+            EngineError: The sampling cannot be sent.
+        """
+        if limit is None:
+            check_sampling(sampling)
+        self.session_id, self.prompt, self.sampling = session_id, prompt_ids, sampling
         self.priority, self.group_id, self.trajectory = priority, group_id, trajectory
-        self.limit, self.media, self.on_end = limit, media, on_end
-        self.top_count = sampling.top_log_probs
-        self.expert_start = known_experts
-        self.losses: list[Loss] = []
-        self.malformed, self.refused_backoff_s = 0, 0.05
-        self.waits_since = self.placed_at = 0.0
-        self.called: anyio.Event | None = None
-        self.dispatch: Dispatch | None = None
-        self.error = ""
-        self.first_at: float | None = None
-        self.loss: Loss | None = None
-        self.is_running = self.is_cancelled = self.is_abandoned = self._is_paused = False
-        self.is_lost = self.is_malformed = self.is_interrupted = False
-        self.expert_shape = info.capabilities.expert_shape
+        self.limit, self.media = limit or Clock(), tuple(media)
+        self.top_count, self.expert_start = sampling.top_log_probs, known_experts
+        return self
+
+    def set_facts(self, info: EngineInfo) -> None:
+        """Say what the engines are that will run it."""
+        self.info, self.expert_shape = info, info.capabilities.expert_shape
         if self.expert_shape is not None:
-            self.expert_room = self.prompt_tokens - known_experts
+            self.expert_room = self.prompt_tokens - self.expert_start
 
     @property
     def clock(self) -> Clock:

@@ -13,15 +13,20 @@ from rollout.engine.model_files import resolve_model
 from rollout.media.processor import load_media_processor
 
 if TYPE_CHECKING:
-    from rollout.config import ModelConfig, RolloutConfig
+    from rollout.config import RolloutConfig
 
 
 def load_model_template(config: RolloutConfig) -> ChatTemplate:
     """The tokenizer and chat format of a configuration's model."""
     model = config.model
     if model.path == SIMULATED_MODEL:
-        is_plain = model.chat_template is None and not model.chat_template_kwargs
-        return _simulated_template() if is_plain else _other_simulated_template(model)
+        if model.chat_template is None and not model.chat_template_kwargs:
+            return _simulated_template()
+        return with_template(
+            simulated_tokenizer(),
+            chat_template_path=model.chat_template,
+            chat_template_kwargs=model.chat_template_kwargs,
+        )
     path = resolve_model(model.path, model.revision, needs_weights=config.engine.loads_weights)
     processor = load_media_processor(
         path, revision=model.revision, trust_remote_code=model.trust_remote_code
@@ -40,11 +45,3 @@ def load_model_template(config: RolloutConfig) -> ChatTemplate:
 def _simulated_template() -> ChatTemplate:
     """One for all runtimes: harnesses open thousands of them."""
     return ChatTemplate(simulated_tokenizer())
-
-
-def _other_simulated_template(model: ModelConfig) -> ChatTemplate:
-    return with_template(
-        simulated_tokenizer(),
-        chat_template_path=model.chat_template,
-        chat_template_kwargs=model.chat_template_kwargs,
-    )

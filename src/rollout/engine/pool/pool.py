@@ -12,22 +12,24 @@ from typing import TYPE_CHECKING
 
 import anyio
 import attrs
+import msgspec
 
 from rollout.engine.channel.channel import watch_silence
-from rollout.engine.channel.messages import (
-    ChannelSettings,
-    ClientExpectations,
-)
+from rollout.engine.channel.messages import ChannelSettings, ClientExpectations
 from rollout.engine.core import ALL_TAGS, TAGS_OF_LEVEL
-from rollout.engine.cores.checks import check_ids, check_sampling
-from rollout.engine.pool.load_windows import LoadWindow
+from rollout.engine.cores.checks import check_ids
 from rollout.engine.pool.memory import MemoryManager
-from rollout.engine.pool.replica import Notifier, Replica, ReplicaSettings, ReplicaStatistics
+from rollout.engine.pool.replica import (
+    LoadWindow,
+    Notifier,
+    Replica,
+    ReplicaSettings,
+    ReplicaStatistics,
+)
 from rollout.engine.pool.request_runner import LAST_ANSWER_S, RecoveryPolicy, RequestRunner
 from rollout.engine.pool.weight_update import WeightUpdater, check_update
 from rollout.errors import EngineError
-from rollout.limits import Clock
-from rollout.observe.event_stream import NO_TRAJECTORY, EventStream
+from rollout.observe.event_stream import EventStream
 from rollout.observe.events import MemoryChanged, WeightsUpdated
 from rollout.scopes import open_task_group
 from rollout.types import format_error
@@ -38,16 +40,14 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
     from rollout.engine.channel.channel import Channel
-    from rollout.engine.core import EngineInfo, EngineLoad, SamplingParams
+    from rollout.engine.core import EngineInfo, EngineLoad
     from rollout.engine.placement.placement import CoreSpec, Placement
     from rollout.engine.pool.generation import Generation
     from rollout.engine.routing import Router
     from rollout.engine.weights import UpdateMode, WeightSource
-    from rollout.limits import Limit
-    from rollout.medium import PlacedMedia
+    from rollout.limits import Clock
     from rollout.observe.events import Event
     from rollout.observe.explanation import Wait
-    from rollout.token_prefix import TokenPrefix
 
 logger = logging.getLogger("rollout.engine")
 
@@ -111,7 +111,6 @@ class EnginePool:
         self._one_at_a_time = anyio.Lock()
         self._replicas: dict[str, Replica] = {}
         self._serving: dict[Replica, None] = {}
-        self._failed: dict[Replica, EngineError] = {}  # why their first starts failed
         self._numbers = itertools.count()
         self._settings = ReplicaSettings(
             placement=placement,
@@ -200,62 +199,23 @@ class EnginePool:
 
     # Requests.
 
-    async def generate(
-        self,
-        generation: Generation,
-        *,
-        session_id: str,
-        prompt_ids: bytes | TokenPrefix,
-        sampling: SamplingParams,
-        priority: int = 0,
-        known_experts: int = 0,
-        group_id: str = "",
-        limit: Limit | None = None,
-        trajectory: int = NO_TRAJECTORY,
-        media: Sequence[PlacedMedia] = (),
-    ) -> None:
-        """Run one generation to its end; `generation` fills as tokens come.
+    async def generate(self, generation: Generation) -> None:
+        """Run one generation to its end, as `Generation.ask` says; it fills as tokens come.
 
         Where its replica is lost it resumes elsewhere, as the policy says. Cancellation keeps in
         `generation` what had arrived, and has the engine end the request.
-
-        Args:
-            session_id: The conversation; its requests stay on one replica while that serves well.
-            prompt_ids: int32 little-endian, packed; or the trajectory's prefix.
-            sampling: Checked where there is no `limit`: a trajectory has checked its own.
-            priority: Larger is served first, here and in the engine.
-            known_experts: Tokens of the prompt whose routed experts the caller has already.
-            group_id: Trajectories that begin with the same prompt; "" for one on its own.
-            limit: The generation's, which engines keep too; the caller awaits it within. It stands
-                still while the runtime lets the request wait.
-            trajectory: Its number in the run's events.
-            media: Those in the prompt, in order; a replica is sent each once, while it has it.
 
         Raises:
             EngineError: The request is refused for good, the engine failed it, too many engines
                 were lost with it, or none is left; `reason` says which.
         """
-        info = self.info
-        if limit is None:
-            check_sampling(sampling)
-        if isinstance(prompt_ids, bytes) or prompt_ids.checked < prompt_ids.length:
-            check_ids(prompt_ids, info.vocab_size)
+        info, prompt, media = self.info, generation.prompt, generation.media
+        if isinstance(prompt, bytes) or prompt.checked < prompt.length:
+            check_ids(prompt, info.vocab_size)
         fault = info.media_fault(each.medium.kind for each in media) if media else ""
         if fault:
             raise EngineError(fault)
-        generation.ask(
-            session_id=session_id,
-            prompt=prompt_ids,
-            sampling=sampling,
-            info=info,
-            priority=priority,
-            known_experts=known_experts,
-            group_id=group_id,
-            limit=limit or Clock(),
-            trajectory=trajectory,
-            media=tuple(media),
-            on_end=self._requests.end,
-        )
+        generation.set_facts(info)
         await self._requests.run(generation)
 
     async def interrupt_carried(self, clocks: Collection[Clock]) -> None:
@@ -292,10 +252,11 @@ class EnginePool:
 
     async def _wait_for_enough(self) -> None:
         """Return when `min_replicas` serve."""
-        count = len(self._replicas)
+        replicas = tuple(self._replicas.values())
         while len(self._serving) < self._min_replicas:
-            if len(self._failed) > count - self._min_replicas:
-                raise next(iter(self._failed.values()))
+            failed = [each.start_error for each in replicas if each.start_error and not each.starts]
+            if len(failed) > len(replicas) - self._min_replicas:
+                raise failed[0]
             await self._changes.wait()
 
     async def add_replica(self, *, load_share: float = 1.0) -> str:
@@ -384,13 +345,13 @@ class EnginePool:
     async def _prepare(self, replica: Replica, channel: Channel) -> None:
         """Check a connected replica, and give it the current weights, asleep as the others are."""
         found, shared = channel.info, self._info or channel.info
-        self._info = shared
+        length = min(found.context_length, shared.context_length)  # any may get any request
+        self._info = msgspec.structs.replace(shared, context_length=length)
         if found.fingerprint != shared.fingerprint:
             raise EngineError(
                 f"{replica.name} serves model {found.fingerprint}, the other engines "
                 f"{shared.fingerprint}"
             )
-        # Any may get a request with media.
         if set(found.capabilities.modalities) != set(shared.capabilities.modalities):
             raise EngineError(
                 f"{replica.name} takes {found.describe_modalities()}, the other engines "
@@ -403,15 +364,12 @@ class EnginePool:
         """A replica came to serve, was lost, failed to start or ended."""
         if replica.is_serving:
             self._serving[replica] = None
-            self._failed.pop(replica, None)
             self._requests.queue.is_closed = False
             self._requests.queue.call_next()
         elif replica in self._serving:
             del self._serving[replica]
             if not self._serving and self._tasks is not None:
                 self._tasks.start_soon(self._close_queue)
-        elif replica.start_error is not None:
-            self._failed.setdefault(replica, replica.start_error)
         self._changes.notify()
 
     async def _close_queue(self) -> None:

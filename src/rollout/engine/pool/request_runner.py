@@ -164,6 +164,7 @@ class RequestRunner:
         last answer brings: they have been sampled already.
         """
         avoid: str | None = None
+        request.on_end = self.end
         self.active[request] = None
         try:
             while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import anyio
@@ -9,7 +10,7 @@ import msgspec
 
 from rollout.engine.channel.messages import DropWeights, LoadWeights, ReceiveWeights
 from rollout.engine.weights import DiskWeights, DistributedWeights
-from rollout.errors import ChannelError, EngineError
+from rollout.errors import EngineError
 from rollout.limits import cleanup_scope
 
 if TYPE_CHECKING:
@@ -54,11 +55,13 @@ class _Machine:
 
     Attributes:
         loading: Replicas that have not loaded yet.
+        channels: To those that have, or will not.
     """
 
     def __init__(self, owner: Replica) -> None:
         self.owner = owner
         self.loading = 0
+        self.channels: list[Channel] = []
         self._path = ""
         self._error: Exception | None = None
         self._settled = anyio.Event()
@@ -76,15 +79,19 @@ class _Machine:
         return self._path
 
     async def leave(self, channel: Channel) -> None:
-        """One replica has loaded them, or will not; the last one removes them."""
+        """One replica has loaded them, or will not; after the last one any that lives removes them.
+
+        Where none does, the next weights that a process writes down there find that it is gone.
+        """
+        self.channels.append(channel)
         self.loading -= 1
         if self.loading or not self._path:
             return
         with cleanup_scope(DROP_S):
-            try:
-                await channel.command(DropWeights(self._path))
-            except (ChannelError, EngineError):
-                return  # they go with the process that wrote them
+            for each in self.channels:
+                with suppress(EngineError):
+                    await each.command(DropWeights(self._path))
+                    return
 
 
 class WeightBroadcast:

@@ -10,7 +10,7 @@ import anyio
 import msgspec
 
 from rollout.engine.core import Capabilities, Chunk, EngineInfo, EngineLoad, GenerationRequest
-from rollout.engine.cores.base import BaseCore, OpenRequest
+from rollout.engine.cores.base import BaseCore
 from rollout.engine.cores.http.client import HttpClient, HttpError, open_client
 from rollout.engine.cores.http.sglang_api import SGLangApi, SGLangReader
 from rollout.engine.cores.http.vllm_api import VllmApi, VllmReader
@@ -38,18 +38,10 @@ ABORT_S = 5.0
 APIS: dict[str, type[SGLangApi | VllmApi]] = {"sglang": SGLangApi, "vllm": VllmApi}
 
 
-class _Request(OpenRequest):
-    """A request under way; `aborted_at`: when its abort was first to be sent."""
-
-    __slots__ = ("aborted_at", "reader")
-
-    def __init__(self, reader: SGLangReader | VllmReader) -> None:
-        super().__init__(reader.request_id)
-        self.reader = reader
-        self.aborted_at: float | None = None
+_Reader = SGLangReader | VllmReader
 
 
-class HttpCore(BaseCore[_Request]):
+class HttpCore(BaseCore[_Reader]):
     """An `EngineCore` over a server's HTTP API; runs on trio and on asyncio.
 
     Tokens travel as JSON here, at some ten times the cost of the channel: for a few hundred
@@ -144,7 +136,7 @@ class HttpCore(BaseCore[_Request]):
             return
         room = self.info.context_length - len(request.prompt_ids) // 4
         body = self._api.body(request, room, self.info.weight_version, self._stream_interval)
-        entry = self._open[request.request_id] = _Request(self._api.reader(request))
+        entry = self._open[request.request_id] = self._api.reader(request)
         try:
             async with aclosing(self._client.events(self._api.path, body)) as events:
                 while not entry.is_over:
@@ -156,11 +148,10 @@ class HttpCore(BaseCore[_Request]):
     def abort_nowait(self, request_id: str) -> None:
         """Ask for the end of a request; its iterator then ends with "abort" and its tokens."""
         entry = self._open.get(request_id)
-        if entry is None or entry.is_aborted:
+        if entry is None or entry.aborted_at is not None:
             return
-        entry.is_aborted = True
-        if self._api.has_abort:
-            entry.aborted_at = anyio.current_time()
+        entry.aborted_at = anyio.current_time()
+        if self._api.abort_path:
             self._abort_due.set()
         else:
             entry.give_up("abort")
@@ -175,7 +166,8 @@ class HttpCore(BaseCore[_Request]):
         Looks whether the server answers, and sends aborts until they are confirmed.
         """
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._keep_aborting)  # a poll may wait for long
+            if self._api.abort_path:
+                tasks.start_soon(self._keep_aborting)  # a poll may wait for long
             tasks.start_soon(self._poll_until_silent)
             await self._lost.wait()
             tasks.cancel_scope.cancel()
@@ -190,13 +182,13 @@ class HttpCore(BaseCore[_Request]):
         return self._api.find_fault(request.sampling)
 
     async def _next_chunks(
-        self, events: AsyncGenerator[Mapping[str, Any], None], entry: _Request
+        self, events: AsyncGenerator[Mapping[str, Any], None], entry: _Reader
     ) -> Sequence[Chunk]:
         """What the next event adds; once there is no next one, the end of the request."""
         url = f"{self._url}{self._api.path}"
         try:
             with entry.waiting():
-                chunks = entry.reader.read(await anext(events))
+                chunks = entry.read(await anext(events))
                 self._heard_at = anyio.current_time()
                 if chunks and chunks[-1].finish_reason == "error":
                     text = f"{url}: {chunks[-1].error}"
@@ -251,14 +243,13 @@ class HttpCore(BaseCore[_Request]):
             with anyio.move_on_after(WATCH_S):
                 await self._abort_due.wait()
             self._abort_due = anyio.Event()
-            aborted = [each for each in self._open.values() if each.aborted_at is not None]
-            for entry in aborted:
+            for entry in [each for each in self._open.values() if each.aborted_at is not None]:
                 if anyio.current_time() - (entry.aborted_at or 0.0) > ABORT_S:
                     entry.give_up("abort")
-            with suppress(HttpError):  # the next poll notices it too
-                for entry in aborted:
-                    if entry.request_id in self._open:
-                        await self._api.abort(self._control, entry.request_id)
+                elif entry.request_id in self._open:
+                    body = {"rid": entry.request_id}
+                    with suppress(HttpError):  # the next poll notices it too
+                        await self._control.call("POST", self._api.abort_path, body)
 
 
 def _describe_model(model: str, revision: str | None, trust_remote_code: bool) -> EngineInfo:

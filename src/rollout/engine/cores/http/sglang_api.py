@@ -12,19 +12,23 @@ import msgspec
 from rollout.engine.core import Chunk, Id, Natural, unpack_ids
 from rollout.engine.cores.checks import LogProb, read_fields
 from rollout.engine.cores.http.client import HttpError
-from rollout.engine.cores.sglang.answers import COUNT, IDS, AnswerReader, is_abort, parse_version
-from rollout.engine.cores.sglang.generate_requests import (
+from rollout.engine.cores.sglang.translation import (
+    COUNT,
+    IDS,
+    AnswerReader,
     build_sampling,
     choose_seed,
     find_sampling_fault,
+    is_abort,
     make_salt,
+    parse_version,
 )
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rollout.engine.core import GenerationRequest, SamplingParams
+    from rollout.engine.core import GenerationRequest
     from rollout.engine.cores.http.client import HttpClient
 
 NOT_FOUND = 404
@@ -37,13 +41,15 @@ class SGLangApi:
         path: Where requests go.
         liveness_path: What the server's own process answers, in a long step and paused too. Its
             ``/health`` waits for a token that it has the schedulers sample.
-        has_abort: An abort is a message of its own, and the last answer confirms it.
+        abort_path: Where aborts go; the last answer confirms one.
         is_gathering: A request says how many tokens an event has.
+        find_fault: What the server cannot do; empty where it can.
     """
 
     path = "/generate"
-    has_abort = True
+    abort_path = "/abort_request"
     is_gathering = True
+    find_fault = staticmethod(find_sampling_fault)
 
     def __init__(self) -> None:
         self.liveness_path = "/model_info"
@@ -66,10 +72,6 @@ class SGLangApi:
             self._priority_sign = -1 if facts.get("schedule_low_priority_values_first") else 1
         length = facts.get("max_req_input_len") or facts.get("context_length")
         return length, parse_version(facts.get("weight_version"))
-
-    def find_fault(self, sampling: SamplingParams) -> str:
-        """What the server cannot do; empty where it can."""
-        return find_sampling_fault(sampling)
 
     def body(
         self, request: GenerationRequest, room: int, weight_version: int, chunk_tokens: int
@@ -94,10 +96,6 @@ class SGLangApi:
     def reader(self, request: GenerationRequest) -> SGLangReader:
         """Reads the answers to one request."""
         return SGLangReader(request.request_id, is_incremental=self._is_incremental)
-
-    async def abort(self, client: HttpClient, request_id: str) -> None:
-        """Have the server end a request."""
-        await client.call("POST", "/abort_request", {"rid": request_id})
 
 
 class _ScoredToken(msgspec.Struct, array_like=True):
@@ -127,7 +125,7 @@ class _Answer(msgspec.Struct):
 
 
 class SGLangReader(AnswerReader):
-    """Reads the events of one request.
+    """A request under way; reads its events.
 
     Args:
         is_incremental: The server was started with ``--incremental-streaming-output``: an event

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollout.engine.core import Chunk, FinishReason, Id, Natural, unpack_ids
+from rollout.engine.cores.base import OpenRequest
 from rollout.engine.cores.checks import (
     LogProb,
     check_log_probs,
@@ -38,14 +39,14 @@ class VllmApi:
     Attributes:
         path: Where requests go.
         liveness_path: What the server's own process answers, in a long step and paused too.
-        has_abort: Nothing but the end of the connection aborts a request.
+        abort_path: Empty: nothing but the end of the connection aborts a request.
         is_gathering: An event has as many tokens as the server was started with, one as a
             rule; the engine's server gathers.
     """
 
     path = "/v1/completions"
     liveness_path = "/health"
-    has_abort = False
+    abort_path = ""
     is_gathering = False
 
     _model = ""
@@ -109,10 +110,6 @@ class VllmApi:
         """Reads the answers to one request."""
         return VllmReader(request.request_id)
 
-    async def abort(self, client: HttpClient, request_id: str) -> None:
-        """There is no such message; see `has_abort`."""
-        raise NotImplementedError
-
 
 # The fields of an event that are read, and their types.
 
@@ -138,14 +135,10 @@ class _Event(msgspec.Struct):
     usage: _Usage | None = None
 
 
-class VllmReader:
-    """Reads the events of one request: each has the new tokens only."""
+class VllmReader(OpenRequest):
+    """A request under way; reads its events, each of which has the new tokens only."""
 
-    __slots__ = ("request_id", "tokens")
-
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
-        self.tokens = 0
+    __slots__ = ()
 
     def read(self, answer: Mapping[str, Any]) -> list[Chunk]:
         """The chunk that an event adds."""
@@ -156,12 +149,11 @@ class VllmReader:
         self._check(choice, event.usage)
         reason = choice.finish_reason
         finish = None if reason is None else FINISH.get(reason, "error")
-        start, self.tokens = self.tokens, self.tokens + len(choice.token_ids)
         scored = [] if choice.logprobs is None else choice.logprobs.token_logprobs
         return [
             Chunk(
                 request_id=self.request_id,
-                offset=start,
+                offset=self.tokens,
                 ids=array("i", choice.token_ids).tobytes(),
                 log_probs=array("f", scored).tobytes(),
                 finish_reason=finish,

@@ -1,9 +1,8 @@
 """SGLang as an engine: token ids in, token ids with log-probs and weight versions out.
 
-`sglang_core` faces the server; `adapter` and `maintenance` are the modules that know SGLang's API;
-`server_arguments` turns our options into its own, `generate_requests` requests into its fields, and
-`answers` its answers into chunks. `plugin` and `cpu_platform` let an unmodified SGLang run on a
-CPU.
+`sglang_core` faces the server; `adapter` is the module that knows SGLang's API; `server_arguments`
+turns our options into its own, `translation` requests into its fields and its answers into chunks.
+`plugin` and `cpu_platform` let an unmodified SGLang run on a CPU.
 """
 
 from __future__ import annotations

@@ -1,42 +1,51 @@
-"""Knows SGLang's API, beside `maintenance`. Versions 0.5.17 to 0.5.23 differ: what they have is
-looked up once, when the engine starts.
+"""The one module that knows SGLang's API.
 
-Importing SGLang and starting it block for many seconds: `SGLang` is made in a `ServerThread`, and
-everything else of it is called on the event loop.
+Versions 0.5.17 to 0.5.23 differ: what they have is looked up when the engine starts. Importing
+SGLang and starting it block for many seconds: `SGLang` is made in a `ServerThread`, and everything
+else of it is called on the event loop.
 """
 
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import multiprocessing
 import os
 import signal
 import sys
 import threading
-from functools import partial
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
 
-from rollout.engine.core import ALL_TAGS, TAGS_OF_LEVEL, Capabilities, EngineInfo
+from rollout.bridge import settle
+from rollout.engine.core import ALL_TAGS, TAGS_OF_LEVEL, Capabilities, EngineBroken, EngineInfo
 from rollout.engine.cores.base import name_gpu
 from rollout.engine.cores.sglang import plugin
-from rollout.engine.cores.sglang.maintenance import SGLangMaintenance, list_fields
 from rollout.engine.cores.sglang.media_inputs import open_media_inputs
 from rollout.engine.cores.sglang.server_arguments import SGLangOptions, engine_arguments
 from rollout.engine.model_files import model_fingerprint, resolve_model
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Mapping
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 
-    from rollout.bridge import Post
     from rollout.engine.core import GenerationRequest
+
+#: Poll interval while the schedulers are not idle.
+IDLE_S = 0.02
 
 
 class SGLang:
     """A running `sglang.Engine` and its processes.
+
+    Attributes:
+        info: The facts about it.
+        model_path: Where its files are.
+        names_versions: Final answers name the weights that sampled each token: from 0.5.20 on.
 
     Raises:
         EngineError: SGLang is not installed, lacks what was asked for, or did not start.
@@ -55,7 +64,7 @@ class SGLang:
         model_path = resolve_model(options.model, options.revision)
         try:
             import sglang
-            from sglang.srt.managers.io_struct import GenerateReqInput
+            from sglang.srt.managers import io_struct
             from sglang.srt.server_args import ServerArgs
         except ImportError as error:
             raise EngineError(
@@ -69,7 +78,7 @@ class SGLang:
         before = set(multiprocessing.active_children())
         try:
             self._engine: Any = sglang.Engine(**arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise EngineError(f"SGLang did not start: {type(error).__name__}: {error}") from error
         atexit.unregister(self._engine.shutdown)
         self._tokens: Any = self._engine.tokenizer_manager
@@ -79,9 +88,9 @@ class SGLang:
         self._processes = [p for p in multiprocessing.active_children() if p not in before]
         if options.is_follower:  # there is nothing to ask: all requests come through rank 0
             return
-        self._request_type = GenerateReqInput
-        self._request_fields = list_fields(GenerateReqInput)
-        self.maintenance = SGLangMaintenance(self._tokens)
+        self._types: Any = io_struct
+        self._request_fields = list_fields(io_struct.GenerateReqInput)
+        self.names_versions = hasattr(io_struct, "WeightVersionSpans")
         self.media, kinds, no_media = open_media_inputs(
             self._tokens.model_config.hf_config.model_type,
             model_path,
@@ -110,8 +119,7 @@ class SGLang:
         Args:
             fields: Of `GenerateReqInput`; those that this version does not have are left out.
         """
-        known = {name: value for name, value in fields.items() if name in self._request_fields}
-        request = self._request_type(stream=True, **known)
+        request = self._make_request("GenerateReqInput", stream=True, **fields)
         answers: AsyncGenerator[Mapping[str, Any], None] = self._tokens.generate_request(request)
         return answers
 
@@ -168,6 +176,59 @@ class SGLang:
         """Return when every scheduler has answered; they answer between their steps."""
         await self._tokens.get_internal_state()
 
+    async def load_from_disk(self, path: str, version: int) -> None:
+        """Load the safetensors of a directory; requests pause meanwhile and then continue."""
+        async with self._paused():
+            request = self._make_request(
+                "UpdateWeightFromDiskReqInput",
+                model_path=path,
+                weight_version=str(version),
+                flush_cache=False,  # what the old weights computed is salted, and may be in use
+            )
+            try:
+                is_done, message, *_ = await self._tokens.update_weights_from_disk(request)
+            except Exception as error:
+                is_done, message = False, f"{type(error).__name__}: {error}"
+        if not is_done:
+            raise EngineBroken(f"SGLang did not load {path}: {message}")
+
+    async def flush_cache(self) -> None:
+        """Forget all prefixes; returns once no request runs and it is done."""
+        while True:
+            answer = await self._tokens.flush_cache()
+            if answer.success:
+                return
+            await anyio.sleep(IDLE_S)
+
+    async def release(self, tags: tuple[str, ...]) -> None:
+        """Release memory; returns when no request runs and it is released."""
+        await self.flush_cache()  # SGLang dies of a release while requests run
+        request = self._make_request("ReleaseMemoryOccupationReqInput", tags=list(tags))
+        await self._tokens.release_memory_occupation(request)
+
+    async def resume(self, tags: tuple[str, ...]) -> None:
+        """Take memory back; weights that were released are garbage until others are loaded."""
+        request = self._make_request("ResumeMemoryOccupationReqInput", tags=list(tags))
+        await self._tokens.resume_memory_occupation(request)
+
+    @asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        """Requests stand where they are, with what was computed of them."""
+        pause = self._make_request("PauseGenerationReqInput", mode="in_place")
+        await self._tokens.pause_generation(pause)
+        try:
+            yield
+        finally:
+            with anyio.CancelScope(shield=True):
+                resume = self._make_request("ContinueGenerationReqInput")
+                await self._tokens.continue_generation(resume)
+
+    def _make_request(self, name: str, **fields: Any) -> Any:
+        """A request of SGLang's, without the fields that this version does not have."""
+        cls = getattr(self._types, name)
+        known = list_fields(cls)
+        return cls(**{field: value for field, value in fields.items() if field in known})
+
     def death(self) -> str | None:
         """Which of SGLang's processes has ended, and how; None while all live."""
         for process in self._processes:
@@ -210,7 +271,7 @@ class SGLang:
             gpu=name_gpu(options.torch_device),
             capabilities=Capabilities(
                 weights=("disk", "tensors", "groups"),
-                in_place=self.maintenance.names_versions,
+                in_place=self.names_versions,
                 sleep_levels=() if options.no_sleep else tuple(TAGS_OF_LEVEL),
                 sleep_tags=() if options.no_sleep else ALL_TAGS,
                 no_sleep=options.no_sleep,
@@ -220,6 +281,13 @@ class SGLang:
                 max_top_log_probs=model.vocab_size,
             ),
         )
+
+
+def list_fields(cls: Any) -> frozenset[str]:
+    """The field names of a dataclass or of a msgspec Struct: versions use either."""
+    if dataclasses.is_dataclass(cls):
+        return frozenset(field.name for field in dataclasses.fields(cls))
+    return frozenset(cls.__struct_fields__)
 
 
 def _read_expert_shape(config: Any) -> tuple[int, int]:
@@ -239,47 +307,34 @@ class ServerThread:
     The kernel kills SGLang's processes when the thread that started them ends, so this one lives
     as long as the engine.
 
-    Args:
-        on_started: Called on the event loop with what runs, or with why nothing does.
-        on_stopped: Called on the event loop when nothing of it runs any more.
-        post: Runs a callback on the event loop.
+    Attributes:
+        started: What runs, or why nothing does.
+        stopped: Done when nothing of it runs any more.
     """
 
-    def __init__(
-        self,
-        options: SGLangOptions,
-        on_started: Callable[[SGLang | Exception], object],
-        on_stopped: Callable[[], object],
-        post: Post,
-    ) -> None:
+    def __init__(self, options: SGLangOptions) -> None:
+        self.started: Future[SGLang] = Future()
+        self.stopped: Future[None] = Future()
         self._options = options
-        self._on_started = on_started
-        self._on_stopped = on_stopped
-        self._post = post
-        self._is_up = False
         self._leave = threading.Event()
         threading.Thread(target=self._run, name="rollout-sglang", daemon=True).start()
 
     def stop(self) -> None:
         """Shut SGLang down; one that is still starting is killed as far as it has come."""
         self._leave.set()
-        if not self._is_up:
+        if not self.started.done():
             _kill_children()
 
     def _run(self) -> None:
         try:
-            engine = SGLang(self._options)
-        except Exception as error:
-            if self._leave.is_set():
+            settle(self.started, SGLang, self._options)
+            if self.started.exception() is None:
+                self._leave.wait()
+                self.started.result().shutdown()
+            elif self._leave.is_set():
                 _kill_children()  # it may have begun another before it noticed
-            self._post(partial(self._on_started, error))
-        else:
-            self._is_up = True
-            self._post(partial(self._on_started, engine))
-            self._leave.wait()
-            engine.shutdown()
         finally:
-            self._post(self._on_stopped)
+            self.stopped.set_result(None)
 
 
 def _kill_children() -> None:

@@ -12,25 +12,24 @@ import msgspec
 from anyio import to_thread
 from anyio.lowlevel import current_token
 
-from rollout.bridge import loop_poster
+from rollout.bridge import wait_future
 from rollout.engine.core import (
     CORE_CLOSE_S,
     TAGS_OF_LEVEL,
     Chunk,
-    EngineInfo,
     EngineLoad,
     GenerationRequest,
 )
-from rollout.engine.cores.base import BaseCore, OpenRequest
+from rollout.engine.cores.base import BaseCore
 from rollout.engine.cores.sglang.adapter import ServerThread, SGLang
-from rollout.engine.cores.sglang.answers import AnswerReader
-from rollout.engine.cores.sglang.generate_requests import (
+from rollout.engine.cores.sglang.checkpoints import check_checkpoint
+from rollout.engine.cores.sglang.server_arguments import SGLangOptions
+from rollout.engine.cores.sglang.translation import (
+    AnswerReader,
     build_fields,
     find_sampling_fault,
     make_salt,
 )
-from rollout.engine.cores.sglang.maintenance import check_checkpoint
-from rollout.engine.cores.sglang.server_arguments import SGLangOptions
 from rollout.errors import EngineError, RolloutError
 from rollout.limits import cleanup_scope
 
@@ -52,17 +51,7 @@ CUDA_GRAPH = "cuda_graph"
 FROZEN_S = 5.0
 
 
-class _Request(OpenRequest):
-    """A request under way, with what reads its answers."""
-
-    __slots__ = ("reader",)
-
-    def __init__(self, reader: AnswerReader) -> None:
-        super().__init__(reader.request_id)
-        self.reader = reader
-
-
-class SGLangCore(BaseCore[_Request]):
+class SGLangCore(BaseCore[AnswerReader]):
     """An `EngineCore` over `sglang.Engine`; needs asyncio, which SGLang is written for.
 
     Log-probs are SGLang's: of the distribution after the temperature, before top-k, top-p and
@@ -86,17 +75,8 @@ class SGLangCore(BaseCore[_Request]):
         self._sglang: SGLang | None = None
         self._is_loading = False
         self._weights_path = ""
-        self._start_error: Exception | None = None
-        self._settled, self._stopped = anyio.Event(), anyio.Event()
         self._is_draining = False
         self._sampled = self._preemptions = self._updates = 0
-
-    @property
-    def info(self) -> EngineInfo:
-        """The facts about the engine; valid once `start` has returned."""
-        if self._sglang is None:
-            raise RuntimeError("SGLangCore.info: start the engine first")
-        return self._sglang.info
 
     async def start(self) -> None:
         """Start SGLang's processes and load the model; the event loop runs on meanwhile.
@@ -113,18 +93,15 @@ class SGLangCore(BaseCore[_Request]):
         if threading.current_thread() is threading.main_thread():
             # A scheduler that fails to start sends it, and the default action is to die of it.
             signal.signal(signal.SIGQUIT, lambda *_: None)
-        self._server_thread = ServerThread(
-            self._options, self._on_started, self._stopped.set, loop_poster()
-        )
+        self._server_thread = ServerThread(self._options)
         try:
-            await self._settled.wait()
+            self._sglang = await wait_future(self._server_thread.started)
         except BaseException:
             self._server_thread.stop()
             raise
-        if self._start_error is not None:
-            raise self._start_error
-        assert self._sglang is not None
+        self._failure = ""
         if not self._options.is_follower:
+            self._info, self._weights_path = self._sglang.info, self._sglang.model_path
             self._sglang.adopt_loop(self.drain_nowait)
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
@@ -137,9 +114,9 @@ class SGLangCore(BaseCore[_Request]):
             yield refusal
             return
         assert self._sglang is not None
-        reader = AnswerReader(request.request_id, self._sglang.count_unwanted_experts(request))
-        reader.is_buffering = self._is_loading
-        entry = self._open[request.request_id] = _Request(reader)
+        entry = AnswerReader(request.request_id, self._sglang.count_unwanted_experts(request))
+        entry.is_buffering = self._is_loading
+        self._open[request.request_id] = entry
         try:
             fields = await self._build_fields(request, entry)
             if fields is None:
@@ -159,7 +136,7 @@ class SGLangCore(BaseCore[_Request]):
         entry = self._open.get(request_id)
         if entry is None or self._sglang is None:
             return
-        entry.is_aborted = True
+        entry.aborted_at = anyio.current_time()
         if self._sglang.is_dispatched(request_id):
             self._sglang.abort(request_id)
         else:  # SGLang delays it, as during a weight update, and nothing has been sampled
@@ -194,7 +171,7 @@ class SGLangCore(BaseCore[_Request]):
             check_checkpoint, source.path, sglang.model_path, abandon_on_cancel=True
         )
         are_running = not all(entry.is_over for entry in self._open.values())
-        if are_running and not sglang.maintenance.names_versions:
+        if are_running and not sglang.names_versions:
             raise EngineError(
                 "mode = 'in_place': this version of SGLang does not say which weights sampled "
                 "which token; expected 'wait' or 'abort_and_resume', or SGLang 0.5.20 or later"
@@ -215,7 +192,7 @@ class SGLangCore(BaseCore[_Request]):
             tags |= {CUDA_GRAPH} - self._asleep
         self._asleep |= tags
         if tags:
-            await self._serving().maintenance.release(tuple(sorted(tags)))
+            await self._serving().release(tuple(sorted(tags)))
 
     async def wake_up(self, tags: tuple[str, ...]) -> None:
         """See `BaseCore.wake_up`."""
@@ -225,7 +202,7 @@ class SGLangCore(BaseCore[_Request]):
 
     async def flush_cache(self) -> None:
         """Forget all prefixes, once no request runs."""
-        await self._serving().maintenance.flush_cache()
+        await self._serving().flush_cache()
 
     async def _take_back(self, tags: Iterable[str]) -> frozenset[str]:
         """What of it was released; the weights are garbage then.
@@ -235,25 +212,25 @@ class SGLangCore(BaseCore[_Request]):
         wanted = {*tags, CUDA_GRAPH} if "kv_cache" in tags else set(tags)
         released = self._asleep & wanted
         if released:
-            await self._serving().maintenance.resume(tuple(sorted(released)))
+            await self._serving().resume(tuple(sorted(released)))
         self._asleep -= released
         return released
 
     async def _load(self, path: str, version: int) -> None:
         sglang = self._serving()
         for entry in self._open.values():
-            entry.reader.is_buffering = True
+            entry.is_buffering = True
         # A request that comes meanwhile is computed with either: no other request shares its
         # prefix.
         self._is_loading = True
         self._updates += 1
         try:
-            await sglang.maintenance.load_from_disk(path, version)
+            await sglang.load_from_disk(path, version)
         finally:
             self._updates += 1
             self._is_loading = False
         self._weights_path = path
-        sglang.info = msgspec.structs.replace(sglang.info, weight_version=version)
+        self._info = msgspec.structs.replace(self.info, weight_version=version)
 
     def _serving(self) -> SGLang:
         if self._sglang is None or self._failure:
@@ -284,7 +261,7 @@ class SGLangCore(BaseCore[_Request]):
         if self._server_thread is not None:
             self._server_thread.stop()
             with cleanup_scope(CORE_CLOSE_S):
-                await self._stopped.wait()
+                await wait_future(self._server_thread.stopped)
 
     def _find_fault(self, request: GenerationRequest) -> str:
         return find_sampling_fault(request.sampling)
@@ -293,7 +270,7 @@ class SGLangCore(BaseCore[_Request]):
         return "the engine is being drained" if self._is_draining else super()._find_obstacle()
 
     async def _build_fields(
-        self, request: GenerationRequest, entry: _Request
+        self, request: GenerationRequest, entry: AnswerReader
     ) -> dict[str, Any] | None:
         """The request as SGLang takes it; None where it has been given up."""
         assert self._sglang is not None
@@ -302,21 +279,21 @@ class SGLangCore(BaseCore[_Request]):
         except RolloutError as error:
             entry.give_up("error", f"media of the prompt: {error}")
             return None
-        if seen and (entry.is_aborted or self._failure):
+        if seen and (entry.aborted_at is not None or self._failure):
             entry.give_up("abort", self._failure)
             return None
         fields = build_fields(request, self._options, self.info, make_salt(self._updates))
         return fields | seen
 
     async def _next_chunks(
-        self, answers: AsyncGenerator[Mapping[str, Any], None], entry: _Request
+        self, answers: AsyncGenerator[Mapping[str, Any], None], entry: AnswerReader
     ) -> Sequence[Chunk]:
         """What SGLang's next answer adds; once there is no next one, the end of the request."""
         try:
             with entry.waiting():
                 answer = await anext(answers)
                 self._preemptions += answer["meta_info"].get("num_retractions") or 0
-                chunks = entry.reader.read(answer)
+                chunks = entry.read(answer)
                 for chunk in chunks:
                     entry.note(chunk)
                 self._sampled += sum(len(chunk.ids) for chunk in chunks) // 4
@@ -326,16 +303,6 @@ class SGLangCore(BaseCore[_Request]):
                 self._sglang.abort(entry.request_id)
             entry.give_up("error", f"SGLang failed: {type(error).__name__}: {error}")
         return [entry.last_chunk()]
-
-    def _on_started(self, started: SGLang | Exception) -> None:
-        if isinstance(started, Exception):
-            self._start_error = started
-            self._failure = str(started)
-        else:
-            self._sglang = started
-            self._weights_path = "" if self._options.is_follower else started.model_path
-            self._failure = ""
-        self._settled.set()
 
     async def _watch_processes(self) -> None:
         assert self._sglang is not None
@@ -352,7 +319,7 @@ class SGLangCore(BaseCore[_Request]):
             if frozen_since is not None and now - frozen_since > FROZEN_S:
                 self._lose(f"SGLang's process has been stopped for {FROZEN_S:g} s")
             for request_id, entry in self._open.items():
-                if entry.is_aborted:
+                if entry.aborted_at is not None:
                     self._sglang.abort(request_id)
 
     async def _ask_schedulers(self) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rollout.engine.cores.simulated.kv_cache import KvCache, Lease
-    from rollout.engine.cores.simulated.options import Timing
+    from rollout.engine.cores.simulated.options import Capacity, Timing
 
 #: Clocks are compared with this tolerance; it is far below any step.
 EPSILON_S = 1e-9
@@ -89,16 +89,15 @@ class Batcher:
         *,
         timing: Timing,
         kv: KvCache,
-        max_running: int,
-        max_queued: int,
+        capacity: Capacity,
         stream_interval: int,
         stream_interval_s: float = math.inf,
         die_after_tokens: int | None = None,
     ) -> None:
         self._timing = timing
         self._kv = kv
-        self._max_running = max_running
-        self._max_jobs = max_running + max_queued
+        self._max_running = capacity.max_running
+        self._max_jobs = capacity.max_running + capacity.max_queued
         self._stream_interval = stream_interval
         self._stream_interval_s = stream_interval_s
         self._die_after_tokens = die_after_tokens

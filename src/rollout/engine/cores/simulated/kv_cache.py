@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, OrderedDict
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from rollout.engine.cores.simulated.options import Kv
 
 
 class Lease(NamedTuple):
@@ -28,12 +31,12 @@ class Lease(NamedTuple):
 
 
 class KvCache:
-    """Token-exact accounting of a memory for `tokens` tokens."""
+    """Token-exact accounting of a memory."""
 
-    def __init__(self, *, tokens: int, block_tokens: int, prefix_cache: bool) -> None:
-        self._capacity = tokens
-        self._block_tokens = block_tokens
-        self._has_prefix_cache = prefix_cache
+    def __init__(self, kv: Kv) -> None:
+        self._capacity = kv.tokens
+        self._block_tokens = kv.block_tokens
+        self._has_prefix_cache = kv.prefix_cache
         self._locked_tokens = 0
         self._new_numbers = itertools.count()
         self._root = next(self._new_numbers)

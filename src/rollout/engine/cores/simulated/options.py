@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
+from rollout.engine.core import AtLeastOne, Natural, NonNegative, Share
+from rollout.engine.cores.simulated.stable import stable_share
 from rollout.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
-Count = Annotated[int, msgspec.Meta(ge=0)]
-AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
-Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Finish = Literal["stop", "length"]
 
 
@@ -62,7 +60,7 @@ class ReplyRule(_Section, frozen=True, kw_only=True):
     when: str = ""
     turn: AtLeastOne | None = None
     replies: tuple[Annotated[tuple[str, ...], msgspec.Meta(min_length=1)], ...] = ()
-    filler: Count | Lognormal = 0
+    filler: Natural | Lognormal = 0
     finish: Finish = "stop"
 
 
@@ -93,7 +91,7 @@ class Capacity(_Section, frozen=True, kw_only=True):
     """
 
     max_running: AtLeastOne = 256
-    max_queued: Count = 4096
+    max_queued: Natural = 4096
     context_length: Annotated[int, msgspec.Meta(ge=2)] = 32_768
 
 
@@ -152,12 +150,27 @@ class Faults(_Section, frozen=True, kw_only=True):
     freeze_at_s: NonNegative | None = None
     freeze_s: NonNegative | None = None
     die_after_tokens: AtLeastOne | None = None
-    lost_aborts: Count = 0
+    lost_aborts: Natural = 0
     reject_share: Share = 0.0
     duplicate_answers: Share = 0.0
     reordered_answers: Share = 0.0
     wrong_length: Share = 0.0
-    replicas: tuple[Count, ...] | None = None
+    replicas: tuple[Natural, ...] | None = None
+
+    def draw(self, seed: int, number: int) -> set[str]:
+        """Names of the faults that hit the request of this number.
+
+        Numbers count requests, ids say nothing: one order of requests meets the same faults each
+        time, and a request that is tried again is drawn again.
+        """
+        shares = {
+            "reject": self.reject_share,
+            "duplicate": self.duplicate_answers,
+            "reorder": self.reordered_answers,
+            "wrong_length": self.wrong_length,
+        }
+        drawn = {name for name, share in shares.items() if share > 0}
+        return {name for name in drawn if stable_share(seed, name, number) < shares[name]}
 
 
 class ScenarioOptions(_Section, frozen=True, kw_only=True):
@@ -180,7 +193,7 @@ class ScenarioOptions(_Section, frozen=True, kw_only=True):
     faults: Faults = Faults()
     experts: Experts = Experts()
     stream_interval: AtLeastOne = 16
-    weight_version: Count = 0
+    weight_version: Natural = 0
     modalities: tuple[Literal["image", "video"], ...] = ("image", "video")
 
 

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import math
 import os
+from array import array
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import msgspec
 
 from rollout.engine.core import (
     ALL_TAGS,
@@ -24,17 +27,18 @@ from rollout.engine.core import (
     FinishReason,
     GenerationRequest,
 )
-from rollout.engine.cores.base import BaseCore
+from rollout.engine.cores.base import BaseCore, OpenRequest
 from rollout.engine.cores.simulated.batching import Batcher, Job
 from rollout.engine.cores.simulated.kv_cache import KvCache
-from rollout.engine.cores.simulated.options import parse_scenario
-from rollout.engine.cores.simulated.scenario_faults import FaultPlan, Freeze
+from rollout.engine.cores.simulated.options import Experts, Faults, ScenarioOptions, parse_scenario
 from rollout.engine.cores.simulated.simulated_model import SimulatedModel, end_ids
-from rollout.engine.cores.simulated.streams import Sleepers, Stream
 from rollout.engine.cores.simulated.vocabulary import (
     EOS_ID,
     FINGERPRINT,
     VOCAB_SIZE,
+    choose_expert,
+    compute_log_probs,
+    compute_top,
 )
 
 if TYPE_CHECKING:
@@ -52,8 +56,116 @@ class SimulatedDeath(Exception):
     """The scenario let the engine die; callers that wait for an answer get this."""
 
 
-class SimulatedCore(BaseCore[Stream]):
+class _Request(OpenRequest):
+    """A request under way, with the chunks that its iterator has not taken yet.
+
+    Attributes:
+        is_ended: The last chunk has been sent.
+        job: The request in the batch; None where it never got there, or has left.
+        weight_version: Stamped on what is emitted from now on.
+        woken: Fires when the task that waits for a chunk is to look again.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        weight_version: int,
+        faults: set[str],
+        experts: Experts | None,
+    ) -> None:
+        super().__init__(request.request_id)
+        self.chunks: deque[Chunk] = deque()
+        self.is_ended = False
+        self.job: Job | None = None
+        self.weight_version = weight_version
+        self.woken = anyio.Event()
+        self._top_count = request.sampling.top_log_probs
+        self._experts = experts if request.routed_experts else None
+        self._known_experts = request.routed_experts_start
+        self._faults = faults
+        self._delayed: list[Chunk] = []  # by the fault "reorder"
+
+    def emit(self, job: Job, first: int, stop: int, reason: FinishReason | None) -> None:
+        """See `Job.emit`."""
+        ids, position = job.answer[first:stop], len(job.prompt) // 4 + first
+        top_ids, top_log_probs = compute_top(ids, position, self._top_count)
+        self.send(
+            Chunk(
+                request_id=self.request_id,
+                offset=first,
+                ids=ids.tobytes(),
+                log_probs=compute_log_probs(ids, position).tobytes(),
+                top_ids=top_ids.tobytes(),
+                top_log_probs=top_log_probs.tobytes(),
+                routed_experts=self._experts_up_to(job, stop),
+                weight_version=self.weight_version,
+                finish_reason=reason,
+                cached_tokens=0 if reason is None else job.cached_tokens,
+            )
+        )
+
+    def send(self, chunk: Chunk) -> None:
+        """Hand a chunk to the iterator, with what goes wrong with it."""
+        self.is_ended = chunk.finish_reason is not None
+        if "wrong_length" in self._faults and chunk.ids:
+            self._faults.remove("wrong_length")
+            chunk = msgspec.structs.replace(chunk, log_probs=chunk.log_probs[:-4])
+        sent = [chunk, chunk] if "duplicate" in self._faults and self.is_ended else [chunk]
+        if "reorder" in self._faults and self.is_ended:
+            sent += self._delayed
+        elif "reorder" in self._faults:
+            sent, self._delayed = self._delayed, sent
+        self.chunks += sent
+        self.woken.set()
+
+    def _experts_up_to(self, job: Job, sampled: int) -> bytes:
+        """Of the tokens computed to sample so many, those that no chunk had before."""
+        experts = self._experts
+        if experts is None or not sampled:
+            return b""
+        ids = array("i")
+        ids.frombytes(job.sequence(sampled - 1))
+        first, self._known_experts = self._known_experts, len(ids)
+        return array(
+            "h",
+            [
+                choose_expert(ids[at], at, layer, rank, experts.count)
+                for at in range(first, len(ids))
+                for layer in range(experts.layers)
+                for rank in range(experts.top_k)
+            ],
+        ).tobytes()
+
+
+class _Freeze:
+    """A stretch in which the engine is frozen, and the engine's own time around it."""
+
+    def __init__(self, faults: Faults, started_at: float) -> None:
+        at_s, length_s = faults.freeze_at_s, faults.freeze_s
+        self.start = math.inf if at_s is None else started_at + at_s
+        self.end = self.start + (math.inf if length_s is None else length_s)
+
+    def covers(self, now: float) -> bool:
+        """Whether the engine is frozen."""
+        return self.start < now < self.end
+
+    def to_engine_time(self, now: float) -> float:
+        """The engine's clock, which stops during the freeze."""
+        return now if now <= self.start else max(self.start, now - (self.end - self.start))
+
+    def to_clock_time(self, engine_time: float) -> float:
+        """When the engine's clock shows that time."""
+        if engine_time <= self.start:
+            return engine_time
+        return engine_time + (self.end - self.start)
+
+
+class SimulatedCore(BaseCore[_Request]):
     """Continuous batching over a scripted model; see `EngineCore` for the contract.
+
+    It has no task of its own. Of the tasks that wait for chunks, the one that has waited longest
+    drives the engine for all: it sleeps until the engine's next event and lets that happen, which
+    may bring chunks to any of them.
 
     Args:
         routed_experts: Tells of each token which experts it was routed to.
@@ -82,61 +194,34 @@ class SimulatedCore(BaseCore[Stream]):
     ) -> None:
         super().__init__()
         options = parse_scenario(scenario)
-        plan, kv = FaultPlan(options.faults, options.seed, replica), options.kv
+        faults = options.faults
+        if faults.replicas is not None and replica not in faults.replicas:
+            faults = Faults()
         self.on_death: Callable[[], None] | None = None
         self.is_gathering = stream_interval_s is not None
-        self._options = options
+        self._options, self._faults = options, faults
         self._experts = options.experts if routed_experts else None
-        self._fault_plan = plan
-        self._lost_aborts = plan.faults.lost_aborts
-        self._freeze = Freeze(plan.faults, 0.0)
+        self._info = _describe(options, self._experts)
+        self._requests = 0  # that came so far
+        self._lost_aborts = faults.lost_aborts
+        self._freeze = _Freeze(faults, 0.0)
         self._model = SimulatedModel(options)
         self._batcher = Batcher(
             timing=options.timing,
-            kv=KvCache(
-                tokens=kv.tokens, block_tokens=kv.block_tokens, prefix_cache=kv.prefix_cache
-            ),
-            max_running=options.capacity.max_running,
-            max_queued=options.capacity.max_queued,
+            kv=KvCache(options.kv),
+            capacity=options.capacity,
             stream_interval=options.stream_interval,
             stream_interval_s=math.inf if stream_interval_s is None else stream_interval_s,
-            die_after_tokens=plan.faults.die_after_tokens,
+            die_after_tokens=faults.die_after_tokens,
         )
-        self._sleepers = Sleepers(
-            advance=self._advance, next_event=self._next_event, is_ready=self._is_ready
-        )
+        self._waiting: OrderedDict[_Request, None] = OrderedDict()  # for chunks
         self._failure = ""  # it serves without a start
-        self._weight_version = options.weight_version
         self._is_dead = False
-
-    @property
-    def info(self) -> EngineInfo:
-        """The facts about the engine; they do not depend on `start`."""
-        options, experts = self._options, self._experts
-        return EngineInfo(
-            vocab_size=VOCAB_SIZE,
-            eos_ids=(EOS_ID,),
-            context_length=min(options.capacity.context_length, options.kv.tokens),
-            fingerprint=FINGERPRINT,
-            max_requests=options.capacity.max_running + options.capacity.max_queued,
-            max_running=options.capacity.max_running,
-            weight_version=self._weight_version,
-            core="simulated",
-            capabilities=Capabilities(
-                weights=("disk", "tensors", "groups"),
-                in_place=True,
-                sleep_levels=tuple(TAGS_OF_LEVEL),
-                sleep_tags=ALL_TAGS,
-                modalities=options.modalities,
-                expert_shape=None if experts is None else (experts.layers, experts.top_k),
-                max_top_log_probs=VOCAB_SIZE,
-            ),
-        )
 
     async def start(self) -> None:
         """Wait for `faults.start_delay_s`; a freeze counts from here."""
-        await anyio.sleep(self._fault_plan.faults.start_delay_s)
-        self._freeze = Freeze(self._fault_plan.faults, anyio.current_time())
+        await anyio.sleep(self._faults.start_delay_s)
+        self._freeze = _Freeze(self._faults, anyio.current_time())
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
         """Chunks of one request, the last one with a finish reason.
@@ -146,21 +231,24 @@ class SimulatedCore(BaseCore[Stream]):
         Raises:
             SimulatedDeath: The scenario let the engine die.
         """
-        stream = self._admit(request)
+        entry = self._admit(request)
         try:
-            while stream.chunks or not stream.is_ended:
-                await self._sleepers.wait(stream)
-                yield stream.chunks.popleft()
+            while entry.chunks or not entry.is_ended:
+                await self._wait_for_chunk(entry)
+                yield entry.chunks.popleft()
         finally:
-            self._forget(request.request_id, stream)
+            if self._open.get(request.request_id) is entry:
+                del self._open[request.request_id]
+                self._abort(entry)
+                entry.job = None
 
     def abort_nowait(self, request_id: str) -> None:
         """End a request at the end of the step under way; what it has by then is its answer."""
-        stream = self._open.get(request_id)
+        entry = self._open.get(request_id)
         if self._lost_aborts:
             self._lost_aborts -= 1
-        elif stream is not None:
-            self._abort(stream)
+        elif entry is not None:
+            self._abort(entry)
 
     async def update_weights(self, version: int, source: DiskWeights) -> None:
         """Stamp `version` on the tokens that are sampled from then on; nothing else changes.
@@ -174,10 +262,10 @@ class SimulatedCore(BaseCore[Stream]):
         self._advance()
         if not self._is_dead:
             self._batcher.flush(self._engine_time())
-        self._weight_version = version
-        for stream in self._open.values():
-            stream.weight_version = version
-        self._sleepers.replan()
+        self._info = msgspec.structs.replace(self.info, weight_version=version)
+        for entry in self._open.values():
+            entry.weight_version = version
+        self._replan()
         await self.flush_cache()
 
     async def sleep(self, level: int) -> None:
@@ -204,56 +292,80 @@ class SimulatedCore(BaseCore[Stream]):
         self._close()
         if not self._is_dead:
             self._batcher.end_all()
-        self._sleepers.wake_all()
+        self._wake_all()
 
-    def _admit(self, request: GenerationRequest) -> Stream:
+    def _admit(self, request: GenerationRequest) -> _Request:
         """Hand a request to the batch, or answer it at once."""
-        faults = self._fault_plan.draw()
-        stream = Stream(request, self._weight_version, faults, self._experts)
+        self._requests += 1
+        faults = self._faults.draw(self._options.seed, self._requests)
+        entry = _Request(request, self.info.weight_version, faults, self._experts)
         refusal = self._refuse(request)
         if refusal is not None:
-            assert refusal.finish_reason is not None
-            stream.refuse(refusal.finish_reason, refusal.error)
-            return stream
-        self._open[request.request_id] = stream
+            entry.send(refusal)
+            return entry
+        self._open[request.request_id] = entry
         self._advance()
-        if faults.reject or not self._submit(request, stream):
-            stream.refuse("rejected", "the simulated engine takes no more requests")
-        return stream
+        if "reject" in faults or not self._submit(request, entry):
+            error = "the simulated engine takes no more requests"
+            rid = request.request_id
+            entry.send(Chunk(request_id=rid, finish_reason="rejected", error=error))
+        return entry
 
     def _find_obstacle(self) -> str:
         return ""  # the batch knows whether it is full
 
-    def _submit(self, request: GenerationRequest, stream: Stream) -> bool:
+    def _submit(self, request: GenerationRequest, entry: _Request) -> bool:
         prompt, sampling = request.prompt_ids, request.sampling
         room = self.info.context_length - len(prompt) // 4
         answer = self._model.plan(prompt, sampling, room)
         reason: FinishReason = "stop" if answer[-1] in end_ids(sampling) else "length"
-        job = Job(prompt, answer, reason, stream.emit, request.priority)
+        job = Job(prompt, answer, reason, entry.emit, request.priority)
         if self._batcher.submit(job, self._engine_time()):
-            stream.job = job
-            self._sleepers.replan()
-        return stream.job is not None
+            entry.job = job
+            self._replan()
+        return entry.job is not None
 
-    def _abort(self, stream: Stream) -> None:
-        if stream.job is not None and not self._is_closed and not self._is_dead:
+    def _abort(self, entry: _Request) -> None:
+        if entry.job is not None and not self._is_closed and not self._is_dead:
             self._advance()
-            self._batcher.abort(stream.job, self._engine_time())
-            self._sleepers.replan()
+            self._batcher.abort(entry.job, self._engine_time())
+            self._replan()
 
-    def _forget(self, request_id: str, stream: Stream) -> None:
-        """Forget a request; one that has not ended is aborted."""
-        if self._open.get(request_id) is stream:
-            del self._open[request_id]
-            self._abort(stream)
-            stream.job = None
+    async def _wait_for_chunk(self, entry: _Request) -> None:
+        """Return when there is a chunk; drive the engine while nobody has waited longer."""
+        self._waiting[entry] = None
+        try:
+            while not self._is_ready(entry):
+                entry.woken = anyio.Event()
+                if next(iter(self._waiting)) is not entry and not entry.chunks:
+                    await entry.woken.wait()
+                    continue
+                self._advance()
+                if not self._is_ready(entry):
+                    with anyio.CancelScope(deadline=self._next_event()):
+                        await entry.woken.wait()
+                    self._advance()
+        finally:
+            was_driving = next(iter(self._waiting)) is entry
+            del self._waiting[entry]
+            if was_driving:
+                self._replan()
 
-    def _is_ready(self, stream: Stream) -> bool:
+    def _is_ready(self, entry: _Request) -> bool:
         """Whether there is a chunk; out of a frozen engine comes nothing until it is closed."""
         if self._is_dead:
             raise SimulatedDeath("the scenario let the engine die (faults.die_after_tokens)")
         is_frozen = self._freeze.covers(anyio.current_time()) and not self._is_closed
-        return bool(stream.chunks) and not is_frozen
+        return bool(entry.chunks) and not is_frozen
+
+    def _replan(self) -> None:
+        """Have the task that drives the engine look again when the next event is."""
+        if self._waiting:
+            next(iter(self._waiting)).woken.set()
+
+    def _wake_all(self) -> None:
+        for entry in self._waiting:
+            entry.woken.set()
 
     def _next_event(self) -> float:
         if self._freeze.covers(anyio.current_time()):
@@ -280,4 +392,28 @@ class SimulatedCore(BaseCore[Stream]):
             self.on_death()
         elif program is not None and program.name == _ENGINE_PROGRAM:
             os._exit(DEATH_EXIT_CODE)
-        self._sleepers.wake_all()
+        self._wake_all()
+
+
+def _describe(options: ScenarioOptions, experts: Experts | None) -> EngineInfo:
+    """The facts about the engine; they do not depend on `start`."""
+    capacity = options.capacity
+    return EngineInfo(
+        vocab_size=VOCAB_SIZE,
+        eos_ids=(EOS_ID,),
+        context_length=min(capacity.context_length, options.kv.tokens),
+        fingerprint=FINGERPRINT,
+        max_requests=capacity.max_running + capacity.max_queued,
+        max_running=capacity.max_running,
+        weight_version=options.weight_version,
+        core="simulated",
+        capabilities=Capabilities(
+            weights=("disk", "tensors", "groups"),
+            in_place=True,
+            sleep_levels=tuple(TAGS_OF_LEVEL),
+            sleep_tags=ALL_TAGS,
+            modalities=options.modalities,
+            expert_shape=None if experts is None else (experts.layers, experts.top_k),
+            max_top_log_probs=VOCAB_SIZE,
+        ),
+    )

@@ -53,6 +53,7 @@ class SlotModel:
 
     Attributes:
         info: The facts about it that clients must agree with.
+        cache: Of its slots.
 
     Raises:
         EngineError: It cannot be loaded, or its kind is not supported.
@@ -68,7 +69,7 @@ class SlotModel:
         }
         self._architecture = name_architecture(self._model)
         self.info = describe_model(self._model, options)
-        self._cache = KeyValueCache(
+        self.cache = KeyValueCache(
             slots=options.max_running, context_length=self.info.context_length
         )
         self._warm_up()
@@ -84,14 +85,6 @@ class SlotModel:
         spans = [Span(piece.slot.index, piece.start, piece.stop) for piece in pieces]
         return self._forward(torch.from_numpy(ids), spans)
 
-    def copy(self, source: int, target: int, start: int, stop: int) -> None:
-        """Copy what was computed for positions ``[start, stop)`` of one slot to another."""
-        self._cache.copy(source, target, start, stop)
-
-    def clear(self, slot: int) -> None:
-        """Forget a slot whose numbers are not finite."""
-        self._cache.clear(slot)
-
     def load_weights(self, path: str) -> None:
         """Compute with other weights of the same model from now on.
 
@@ -102,7 +95,7 @@ class SlotModel:
 
     def sleep(self, level: int) -> None:
         """Release the KV cache, and at level 2 the weights."""
-        self._cache.release()
+        self.cache.release()
         if level > 1:
             self._model = None
 
@@ -125,7 +118,7 @@ class SlotModel:
 
     def _forward(self, ids: Tensor, spans: Sequence[Span]) -> Tensor:
         device = self._model.device
-        layout = BatchLayout(spans, self._cache, device, self._model.dtype)
+        layout = BatchLayout(spans, self.cache, device, self._model.dtype)
         outputs = self._model(
             input_ids=ids.to(device),
             position_ids=layout.position_ids,
@@ -144,7 +137,7 @@ class SlotModel:
             self._forward(torch.ones(1, 1, dtype=torch.int64), [Span(0, 2, 3)])
         except NotImplementedError as error:
             raise EngineError(f"{name} is not supported: {error}") from error
-        called = len(self._cache.layers)
+        called = len(self.cache.layers)
         layers = self._model.config.get_text_config().num_hidden_layers
         if called != layers:
             raise EngineError(

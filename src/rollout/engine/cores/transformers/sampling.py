@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
+from rollout.engine.cores.transformers.scheduler import Draw
+from rollout.engine.cores.transformers.scheduler import Sequence as Request
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
-    import numpy.typing as npt
     from torch import Tensor
 
     from rollout.engine.core import SamplingParams
@@ -30,38 +31,8 @@ if TYPE_CHECKING:
 BLOCK = 256
 
 
-class SamplingRow(NamedTuple):
-    """What one row of logits is sampled with.
-
-    Attributes:
-        position: Of the token to be drawn, in prompt plus response.
-        seen: Tokens before it, which the repetition penalty looks at.
-        prompt_length: How many of these are the prompt's; the other penalties look at the rest.
-    """
-
-    sampling: SamplingParams
-    seed: int
-    position: int
-    seen: npt.NDArray[np.int32]
-    prompt_length: int = 0
-
-
-class Draw(NamedTuple):
-    """A sampled id and its log-prob; nan where the logits were not finite.
-
-    Attributes:
-        top_ids: The likeliest ids, as many as were asked for, likeliest first; int32, packed.
-        top_log_probs: Their log-probs; float32, packed.
-    """
-
-    id: int
-    log_prob: float
-    top_ids: bytes = b""
-    top_log_probs: bytes = b""
-
-
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Draw]:
-    """One token for every row of `logits` (R, V).
+def sample(logits: Tensor, rows: Sequence[Request]) -> list[Draw]:
+    """One token for every row of `logits` (R, V), each at the end of its request.
 
     Its log-prob is ``log_softmax(logits / temperature)`` in float32 over the whole vocabulary,
     before penalties and truncation; of a greedy row, at temperature 1.
@@ -89,8 +60,8 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Draw]:
     return draws
 
 
-def draw_token(logits: Tensor, weights: Tensor, row: SamplingRow) -> int:
-    """An id, by `logits` (V,) and their `weights` (V,) at the row's temperature."""
+def draw_token(logits: Tensor, weights: Tensor, row: Request) -> int:
+    """The next id, by `logits` (V,) and their `weights` (V,) at the row's temperature."""
     sampling = row.sampling
     has_penalty = (
         sampling.repetition_penalty != 1
@@ -98,13 +69,13 @@ def draw_token(logits: Tensor, weights: Tensor, row: SamplingRow) -> int:
         or sampling.frequency_penalty != 0
     )
     if has_penalty:
-        seen = torch.from_numpy(row.seen).to(logits.device, torch.int64)
+        seen = torch.from_numpy(row.ids[: row.length]).to(logits.device, torch.int64)
         logits = penalise(logits, seen, sampling, row.prompt_length)
     if sampling.temperature == 0:
         return int(logits.argmax())
     if has_penalty or sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0:
         weights = truncate((logits - logits.max()) / sampling.temperature, sampling).exp()
-    return draw_by_weight(weights, row.seed, row.position)
+    return draw_by_weight(weights, row.seed, row.length)
 
 
 def draw_by_weight(weights: Tensor, seed: int, position: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import insort
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -21,8 +22,6 @@ from rollout.engine.core import Chunk, FinishReason, GenerationRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-
-    from rollout.engine.cores.transformers.sampling import Draw
 
 Ids = npt.NDArray[np.int32]
 
@@ -121,13 +120,22 @@ class Piece(NamedTuple):
         return self.stop == self.sequence.length
 
 
-class Copy(NamedTuple):
-    """Positions ``[start, stop)`` of the KV cache that the slot `target` takes from `source`."""
+#: ``copy(source, target, start, stop)`` copies positions ``[start, stop)`` of a slot to another.
+CopyPositions = Callable[[int, int, int, int], None]
 
-    source: int
-    target: int
-    start: int
-    stop: int
+
+class Draw(NamedTuple):
+    """A sampled id and its log-prob; nan where the logits were not finite.
+
+    Attributes:
+        top_ids: The likeliest ids, as many as were asked for, likeliest first; int32, packed.
+        top_log_probs: Their log-probs; float32, packed.
+    """
+
+    id: int
+    log_prob: float
+    top_ids: bytes = b""
+    top_log_probs: bytes = b""
 
 
 class Scheduler:
@@ -186,12 +194,11 @@ class Scheduler:
             if not slot.is_stale:
                 slot.computed = 0
 
-    def admit(self) -> list[Copy]:
-        """Give free slots to waiting requests; what is to be copied for them, in this order.
+    def admit(self, copy: CopyPositions) -> None:
+        """Give free slots to waiting requests, with copies of what other slots hold of prompts.
 
         A request waits while a running one is computing a beginning that both prompts share.
         """
-        copies: list[Copy] = []
         for sequence in self._waiting[:MAX_LOOKED_AT]:
             if all(slot.sequence is not None for slot in self.slots):
                 break
@@ -205,8 +212,7 @@ class Scheduler:
             ]
             if max(coming, default=0) - max(shared.values()) < MIN_SHARED:
                 self._waiting.remove(sequence)
-                copies += self._start(sequence, shared)
-        return copies
+                self._start(sequence, shared, copy)
 
     def plan(self) -> list[list[Piece]]:
         """The batches of the next step: parts of prompts, and the last tokens of other requests."""
@@ -249,7 +255,7 @@ class Scheduler:
         self._report(sequence, reason, error=error)
         self._leave(sequence)
 
-    def _start(self, sequence: Sequence, shared: Mapping[Slot, int]) -> list[Copy]:
+    def _start(self, sequence: Sequence, shared: Mapping[Slot, int], copy: CopyPositions) -> None:
         """Give a free slot to a request: its session's own, else the one used longest ago.
 
         `shared` says how much of the prompt each slot holds.
@@ -259,15 +265,12 @@ class Scheduler:
         own = [slot for slot in free if session_id and slot.session_id == session_id]
         slot = own[0] if own else min(free, key=lambda each: (each.computed > 0, each.last_used))
         source = max(shared, key=lambda each: shared[each])
-        own_count = reused = shared[slot]
-        copies = []
-        if shared[source] - own_count >= MIN_SHARED:
-            reused = shared[source]
-            copies.append(Copy(source.index, slot.index, own_count, reused))
-        slot.ids, slot.computed, slot.session_id = sequence.ids, reused, session_id
+        slot.ids, slot.computed, slot.session_id = sequence.ids, shared[slot], session_id
+        if shared[source] - shared[slot] >= MIN_SHARED:
+            copy(source.index, slot.index, shared[slot], shared[source])
+            slot.computed = shared[source]
         slot.sequence, sequence.slot = sequence, slot
-        sequence.cached_tokens = reused
-        return copies
+        sequence.cached_tokens = slot.computed
 
     def _leave(self, sequence: Sequence) -> None:
         """Free the slot of a request that has ended; its tokens stay until another needs it."""

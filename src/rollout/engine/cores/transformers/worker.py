@@ -141,8 +141,7 @@ class Worker:
             self.started.set_result(self._model.info)
             while not self._is_closing:
                 self._empty_inbox()
-                for copy in self._scheduler.admit():
-                    self._model.copy(*copy)
+                self._scheduler.admit(self._model.cache.copy)
                 for pieces in self._scheduler.plan():
                     self._compute(pieces)
                 self._report()
@@ -171,19 +170,15 @@ class Worker:
 
     def _compute(self, pieces: Sequence[Piece]) -> None:
         """One batch, and a draw for each piece whose request is through its prompt."""
-        from rollout.engine.cores.transformers.sampling import SamplingRow, sample
+        from rollout.engine.cores.transformers.sampling import sample
 
         scheduler = self._scheduler
         logits = self._model.compute(pieces)
         for piece in pieces:
             piece.slot.computed = piece.stop
         sampled = [index for index, piece in enumerate(pieces) if piece.is_sampled]
-        rows = []
-        for each in (pieces[index].sequence for index in sampled):
-            seen = each.ids[: each.length]
-            row = SamplingRow(each.sampling, each.seed, each.length, seen, each.prompt_length)
-            rows.append(row)
-        for index, draw in zip(sampled, sample(logits[sampled], rows), strict=True):
+        draws = sample(logits[sampled], [pieces[index].sequence for index in sampled])
+        for index, draw in zip(sampled, draws, strict=True):
             piece = pieces[index]
             if math.isfinite(draw.log_prob):
                 scheduler.advance(piece.sequence, draw)
@@ -191,7 +186,7 @@ class Worker:
             fault = f"the model's logits at position {piece.stop - 1} are not finite"
             scheduler.finish(piece.sequence, "error", fault)
             piece.slot.computed = 0
-            self._model.clear(piece.slot.index)
+            self._model.cache.clear(piece.slot.index)
 
     def _report(self) -> None:
         """Tell the loop what has been sampled, and what there is to compute."""

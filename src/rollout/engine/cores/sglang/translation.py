@@ -1,4 +1,4 @@
-"""SGLang's answers as chunks. No SGLang here.
+"""Requests as SGLang takes them, and its answers as chunks. No SGLang here.
 
 An answer is a mapping: ``output_ids`` and ``meta_info``. Answers are cumulative: each holds all
 tokens so far, and their ``output_token_logprobs`` as (log-prob, id, text).
@@ -7,28 +7,124 @@ tokens so far, and their ``output_token_logprobs`` as (log-prob, id, text).
 from __future__ import annotations
 
 import base64
+import secrets
 from array import array
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from rollout.engine.core import Chunk, FinishReason
+from rollout.engine.core import (
+    Chunk,
+    EngineInfo,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    unpack_ids,
+)
+from rollout.engine.cores.base import OpenRequest
 from rollout.engine.cores.checks import check_log_probs, check_scored_ids
 from rollout.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from rollout.engine.cores.sglang.server_arguments import SGLangOptions
+
 #: Status of an answer to a request that found the queue full.
 SERVICE_UNAVAILABLE = 503
 #: Fields that are checked against each other.
 IDS, COUNT = "output_ids", "meta_info.completion_tokens"
 LOG_PROBS = "meta_info.output_token_logprobs"
+#: SGLang keeps seeds as int64.
+SEED_BITS = 63
+#: Parameters of SGLang that no request of ours uses, as they change nothing.
+_NOTHING: Mapping[str, Any] = {
+    "min_new_tokens": 0,
+    "n": 1,
+    "stop": [],
+    "logit_bias": None,
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+    "structural_tag": None,
+    "custom_params": None,
+}
 
 
-class AnswerReader:
-    """The answers to one request, read in their order; each token leaves in exactly one chunk.
+def find_sampling_fault(sampling: SamplingParams) -> str:
+    """What other engines can do and SGLang cannot; empty where it can."""
+    if sampling.repetition_penalty != 1:
+        return (
+            f"sampling.repetition_penalty = {sampling.repetition_penalty!r}; expected 1: SGLang "
+            "penalises generated tokens only and gives log-probs after the penalty"
+        )
+    for name in ("presence_penalty", "frequency_penalty"):
+        if getattr(sampling, name) != 0:
+            value = getattr(sampling, name)
+            return f"sampling.{name} = {value!r}; expected 0: SGLang gives log-probs after it"
+    if sampling.ignore_eos and sampling.stop_token_ids:
+        return "sampling.ignore_eos: SGLang then ignores sampling.stop_token_ids too"
+    return ""
+
+
+def build_fields(
+    request: GenerationRequest, options: SGLangOptions, info: EngineInfo, salt: str
+) -> dict[str, Any]:
+    """A request as fields of its `GenerateReqInput`."""
+    ids = unpack_ids(request.prompt_ids)
+    params = build_sampling(request.sampling, info.context_length - len(ids))
+    if options.deterministic:
+        params["sampling_seed"] = choose_seed(request.sampling)
+    fields: dict[str, Any] = {
+        "rid": request.request_id,
+        "input_ids": ids.tolist(),
+        "sampling_params": params,
+        "return_logprob": True,
+        "top_logprobs_num": request.sampling.top_log_probs,
+        "return_routed_experts": request.routed_experts,
+        "routed_experts_start_len": request.routed_experts_start,
+        "priority": request.priority,
+        "extra_key": salt,
+    }
+    if request.session_id:
+        fields["session_id"] = request.session_id
+    return fields
+
+
+def build_sampling(sampling: SamplingParams, room: int) -> dict[str, Any]:
+    """Everything but the seed, by SGLang's names.
+
+    What changes nothing is written out too: a server started with ``--preferred-sampling-params``
+    fills in what a request leaves out.
+    """
+    return {
+        "max_new_tokens": min(sampling.max_new_tokens, room),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+        **_NOTHING,
+    }
+
+
+def choose_seed(sampling: SamplingParams) -> int:
+    """For deterministic inference, where SGLang gives requests without a seed all the same one."""
+    return secrets.randbits(SEED_BITS) if sampling.seed is None else sampling.seed
+
+
+def make_salt(weight_version: int) -> str:
+    """Keeps keys and values of other weights from being found in the prefix cache."""
+    return f"weights-{weight_version}"
+
+
+class AnswerReader(OpenRequest):
+    """A request under way. Its answers are read in their order; each token leaves in one chunk.
 
     An answer says token by token what sampled it (``weight_versions``), or names only the version
     that is current when it arrives: then, once the weights have changed under a request, its tokens
@@ -38,17 +134,15 @@ class AnswerReader:
         skipped_experts: Bytes at the beginning of its routed experts that were not asked for.
 
     Attributes:
-        tokens: How many have left in chunks.
         is_buffering: Tokens wait for the final answer; set beforehand where weights are changed
             under running requests.
     """
 
-    __slots__ = ("_skipped_experts", "_version", "is_buffering", "request_id", "tokens")
+    __slots__ = ("_skipped_experts", "_version", "is_buffering")
 
     def __init__(self, request_id: str, skipped_experts: int = 0) -> None:
+        super().__init__(request_id)
         self._skipped_experts = skipped_experts
-        self.request_id = request_id
-        self.tokens = 0
         self.is_buffering = False
         self._version: int | None = None
 
