@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,40 @@ def test_collect_resumed_at_every_record_gives_again_what_a_call_had(
         assert len(set(uids)) == len(uids) / 2 == 4
     again = run(config_of(path), [0, 1], resume=True, policy=policy)
     assert again.batches == whole.batches
+
+
+@pytest.mark.parametrize("policy", [CARRY, CANCEL, GroupPolicy(oversample=2.0)])
+def test_collect_resumed_leaves_the_source_where_it_stood(
+    tmp_path: Path, policy: GroupPolicy
+) -> None:
+    config = config_of(tmp_path / "journal")
+    pulled: list[int] = []  # after each step
+    uids: list[list[str]] = []
+
+    async def act(steps: int) -> None:
+        seen = 0
+
+        def source() -> Iterator[Prompt]:
+            nonlocal seen
+            for prompt in loader():
+                seen += 1
+                yield prompt
+
+        prompts = source()
+        async with rollout.open_rollout(config, [add], resume=True) as runtime:
+            for step in range(steps):
+                batch = await runtime.collect(prompts, 2, policy=policy, step=step)
+                if step == len(pulled):
+                    pulled.append(seen)
+                    uids.append([each.uid for each in batch.trajectories[::2]])
+                assert (seen, [each.uid for each in batch.trajectories[::2]]) == (
+                    pulled[step],
+                    uids[step],
+                )
+
+    for steps in (2, 3, 4):
+        run_virtual(partial(act, steps))
+    assert len({uid for step in uids for uid in step}) == 2 * len(uids)
 
 
 @pytest.mark.parametrize("has_uids", [True, False])

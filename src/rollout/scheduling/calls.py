@@ -102,7 +102,7 @@ class Call:
         self.selection = Selection(by_group=scheduler.rewards_groups)
         self.taken_names: set[str] = set()
         self.failure: BaseException | None = None
-        self.is_replayed, self.is_closed = self._before.missing is not None, False
+        self.is_replayed, self.is_closed = self._before.has_returned(groups.wanted.groups), False
         self._met_deadline = self._is_cancelled = self.is_leaving = self.is_ending = False
         #: Whether members wait for the others of their group when they have ended.
         self._is_by_group = source is not None or scheduler.rewards_groups

@@ -30,6 +30,15 @@ class RecordedCall(NamedTuple):
     pull_count: int = 0
     missing: int | None = None
 
+    def has_returned(self, wanted: int | None) -> bool:
+        """Whether the call ended, one that wants so many groups: it pulls nothing more.
+
+        Args:
+            wanted: None: as many as are asked for.
+        """
+        delivered = sum(group.delivered_in is not None for group in self.groups)
+        return self.missing is not None or (wanted is not None and delivered >= wanted)
+
 
 class RunLog:
     """Records nothing, and knows nothing of earlier processes.
