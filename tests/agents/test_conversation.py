@@ -362,3 +362,18 @@ async def test_tools_of_add_are_shared_with_a_subagent() -> None:
     (trajectory,) = (await tried(trial, scenario=scenario, tools=[add])).trajectories
     assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
     assert [each.purpose for each in trajectory.segments] == ["main", "side"]
+
+
+async def test_generation_cut_before_its_first_token_leaves_no_turn() -> None:
+    slow = Scenario(seed=1).reply("", "Hello").timing(prefill_tokens_per_s=40.0)
+
+    async def trial(context: AgentContext) -> None:
+        with anyio.move_on_after(0.1):
+            await context.generate()
+        await anyio.sleep(5)
+        assert (await context.generate()).content == "Hello"
+
+    (trajectory,) = (await tried(trial, scenario=slow)).trajectories
+    assert [message.role for message in trajectory.messages] == ["user", "assistant"]
+    assert (trajectory.outcome, trajectory.num_turns) == (Outcome.COMPLETED, 2)
+    assert [span.kind for span in trajectory.transcript.spans] == ["prompt", "generated"]

@@ -14,7 +14,8 @@ from rollout.testing import Scenario, tool_call
 
 pytestmark = pytest.mark.anyio
 
-QUESTION = "Write what you think to b.txt, dear robot"
+#: As a Markdown list begins, which is no option.
+QUESTION = "- Write what you think to b.txt, dear robot"
 FILES = {"a.txt": "héllo\n"}
 READABLE = [str(PROGRAMS.parents[1]), str(NODE)]
 SANDBOX = SandboxConfig(

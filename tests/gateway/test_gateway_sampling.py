@@ -107,6 +107,14 @@ async def test_refuse_refuses_only_what_differs(api: str, stream: bool) -> None:
     assert (sampled.temperature, sampled.max_new_tokens) == (0.75, 5)
 
 
+async def test_pinned_call_that_is_refused_does_not_count() -> None:
+    program = ask("chat/completions", stream=False, temperature=0.1, stop_token_ids=[-1])
+    batch, sampled = await run(program, "pin")
+    assert batch.trajectories[0].extra["result"][0] == 400
+    assert sampled == []
+    assert "gateway/pinned_calls" not in batch.metrics
+
+
 async def test_pin_leaves_stop_strings_to_the_client() -> None:
     program = ask("chat/completions", stream=False, stop=["three"], max_completion_tokens=50)
     batch, _ = await run(program, "pin")

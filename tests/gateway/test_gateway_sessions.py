@@ -181,6 +181,20 @@ async def test_session_cut_generation_that_nobody_asks_for_again_is_not_trained_
     assert found.batch.tensors["trainable"].tolist() == [True, False, True]
 
 
+async def test_session_generation_cut_before_its_first_token_is_not_trained() -> None:
+    slow = Scenario(seed=1).reply("", "Hello").timing(prefill_tokens_per_s=40.0)
+
+    async def trial(session: GatewaySession, context: AgentContext) -> None:
+        with anyio.move_on_after(0.1):
+            await session.complete(asked(user("question")))
+        await anyio.sleep(5)
+        await ask(session, user("another"))
+
+    found = await tried(trial, slow)
+    assert found.batch.tensors["response_mask"].any(-1).tolist() == [False, True]
+    assert found.batch.tensors["trainable"].tolist() == [False, True]
+
+
 async def test_session_samples_of_one_call_are_siblings() -> None:
     async def trial(session: GatewaySession, context: AgentContext) -> None:
         completion = await ask(session, user("question"), n=3)

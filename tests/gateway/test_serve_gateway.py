@@ -314,7 +314,7 @@ async def test_forgotten_trajectory_that_runs_is_cancelled() -> None:
 
 @pytest.mark.anyio
 async def test_ended_trajectories_past_the_memory_for_them_are_gone() -> None:
-    async with trainer(max_ended_bytes=10_000) as client:
+    async with trainer(max_ended_bytes=12_500) as client:
         paths = []
         for _ in range(3):
             address = await opened(client)

@@ -44,7 +44,7 @@ class GenerationRecord:
     @property
     def has_output(self) -> bool:
         """Whether it becomes a span of the transcript."""
-        return bool(self.generation.ids or self.generation.finish_reason)
+        return bool(self.generation.ids or self.generation.finish_reason not in (None, "abort"))
 
 
 @dataclass(eq=False, slots=True)

@@ -151,7 +151,7 @@ def _append_sampled(
     waited_s = now - started - generation.held_s
     state.count_generation(generation, waited_s, conversation._known_tokens)
     finish_reason, cut_by = find_end(generation, limit, now)
-    has_begun = bool(generation.count or generation.finish_reason)
+    has_begun = bool(generation.count or generation.finish_reason not in (None, "abort"))
     if state.services.events.is_on:
         end = finish_reason if has_begun else "", cut_by or ""
         _emit_turn_ended(conversation, generation, (started, now), end)

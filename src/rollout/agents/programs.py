@@ -31,7 +31,7 @@ def claude_code(
 
     It asks for no titles; its sub-agents have rows of purpose `subagent`.
     """
-    command = [executable, "--dangerously-skip-permissions", *arguments, "-p", "{prompt}"]
+    command = [executable, "--dangerously-skip-permissions", *arguments, "-p", "--", "{prompt}"]
     variables = {
         "ANTHROPIC_MODEL": "{model}",
         "ANTHROPIC_SMALL_FAST_MODEL": "{model}",
@@ -64,6 +64,7 @@ def codex(
         *("-m", "{model}", "--skip-git-repo-check"),
         "--dangerously-bypass-approvals-and-sandbox",
         *arguments,
+        "--",
         "{prompt}",
     ]
     return ProgramAgent(command, env, **options)

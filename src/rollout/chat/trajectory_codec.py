@@ -69,7 +69,7 @@ class TrajectoryFacts(msgspec.Struct, kw_only=True):
     reward: float | None
     turn_scores: list[float]
     tool_rewards: list[float]
-    metrics: dict[str, float]
+    metrics: dict[str, float | int]
 
 
 class TrajectoryRecord(TrajectoryFacts, Generic[S, M], kw_only=True):

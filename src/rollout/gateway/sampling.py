@@ -37,8 +37,8 @@ def sample_call(
     most likely tokens than rows hold, not for fewer: of those its answer leaves some out.
 
     Args:
-        context: Of the trajectory; a call that is overridden counts in its `pinned_calls`.
-        call: What a client asks for.
+        context: Of the trajectory.
+        call: What a client asks for; itself where nothing of it is overridden.
         policy: `gateway.sampling`.
 
     Raises:
@@ -60,7 +60,6 @@ def sample_call(
         message = f'{name} = {value!r}: {expected}, since gateway.sampling is "refuse"'
         raise GatewayError(400, "invalid_request", message, name)
     if differing and policy == "pin":
-        context.state.pinned_calls += 1
         allowed = {name: value for name, value in call.sampling.items() if name not in differing}
         call = msgspec.structs.replace(call, sampling=allowed, seed=None)
     overrides = context.prompt.sampling, call.sampling

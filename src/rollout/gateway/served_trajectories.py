@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 AGENT = "served_elsewhere"
 #: Reason of trajectories whose client left before it had the answer that names them.
 CLIENT_LEFT = "client_left"
-#: Of an ended trajectory in memory: each token's id, log-prob and version, and all else.
-TOKEN_BYTES, OTHER_BYTES = 20, 4096
+#: Of an ended trajectory in memory: what comes with each token, its text too, and all else.
+TOKEN_BYTES, OTHER_BYTES = 40, 4096
 
 _SAMPLING_FIELD = re.compile(r"\bsampling\.\w+")
 
@@ -136,6 +136,10 @@ class ServedTrajectory:
         transcripts = self.trajectory.transcripts
         media = {each.medium.digest: each.medium for row in transcripts for each in row.media}
         content = sum(len(medium.content) for medium in media.values())
+        for row in transcripts:
+            experts = row.routed_experts()
+            content += 0 if experts is None else experts.nbytes
+            content += sum(8 * span.top[0] * len(span) for span in row.spans if span.top)
         return OTHER_BYTES + TOKEN_BYTES * sum(map(len, transcripts)) + content
 
 

@@ -287,17 +287,19 @@ class GatewaySession:
         self._generating += 1
         samples: list[_Sample] = []
         try:
-            call, sampling = sample_call(self._context, call, self._config.sampling)
+            served, sampling = sample_call(self._context, call, self._config.sampling)
+            is_pinned, call = served is not call, served
             async with self._lock:
                 request = self._index.match(call)
                 await self._open_turns(request, samples)
+            self._context.state.pinned_calls += is_pinned
             await self._generate(call, sampling, samples)
         finally:
             self._generating -= 1
             for sample in samples:
                 if sample.answer is None and len(sample.conversation.transcript) == sample.start:
                     self._rows.release(request, sample.conversation)
-                elif task.status is task.Status.CANCELLING:
+                if sample.answer is None or task.status is task.Status.CANCELLING:
                     self._cut.add(sample.conversation)
         return self._finish(request, samples)
 
