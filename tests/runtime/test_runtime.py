@@ -834,6 +834,10 @@ async def test_close_while_another_task_generates_that_call_learns_it() -> None:
         ({"agent": AgentConfig(name="nobody")}, "agent.name = 'nobody': no agent is registered"),
         ({"agent": AgentConfig(tool_format="latin")}, "agent.tool_format = 'latin': unknown"),
         ({"agent": AgentConfig(interaction="ghost")}, "agent.interaction = 'ghost': not among"),
+        (
+            {"validation_sampling": SamplingConfig(stop_token_ids=(300,))},
+            r"validation_sampling.stop_token_ids = \(300,\); expected ids in \[0, 259\)",
+        ),
     ],
 )
 async def test_open_unknown_name_is_a_config_error(sections: Any, said: str) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rollout.chat.drift import Drift
     from rollout.engine.core import SamplingParams
     from rollout.interactions import InteractionTurn
+    from rollout.limits import Deadline
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.seeds import Identity
     from rollout.tools import ToolResult, TrajectoryTools
@@ -66,6 +67,11 @@ class AgentContext(Conversation):
     def identity(self) -> Identity:
         """Which trajectory it is."""
         return self._state.identity
+
+    @property
+    def deadline(self) -> Deadline:
+        """When the trajectory's time is over, as things stand, and which limit ends it then."""
+        return self._state.limit.deadline
 
     @property
     def tools(self) -> TrajectoryTools:

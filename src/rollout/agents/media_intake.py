@@ -17,7 +17,6 @@ from rollout.media import Media
 from rollout.media.limits import check_decoded
 from rollout.media.parts import MediaSource, media_part
 from rollout.media.reading import find_url, read_media
-from rollout.media.records import get_content
 from rollout.tools.results import ToolResult, error_result
 from rollout.types import Message
 from rollout.worker_threads import WorkerThreads, may_leave_loop
@@ -164,13 +163,13 @@ class MediaIntake:
             parts = [] if isinstance(content, _TEXT) else list(content) if is_list else [content]
             where = f"messages[{at}]: content"
             found = [media_part(f"{where}[{at}]", part) for at, part in enumerate(parts)]
-            has_media = any(each is not None for each in found)
-            count += sum(each is not None for each in found)
+            shown = sum(each is not None for each in found)
+            count += shown
             self._check_count(count)
             for position, source in enumerate(found):
                 if source is not None:
                     parts[position] = await self._read_medium(source)
-            own.append(replace_content(message, parts) if has_media else message)
+            own.append(replace_content(message, parts) if shown else message)
         return own
 
     async def _read_medium(self, source: MediaSource | Media) -> Media:
@@ -223,6 +222,13 @@ def _make_source(where: str, kind: Any, value: Any) -> MediaSource | Media:
         return msgspec.structs.replace(value, where=where)
     source = media_part(where, value) if isinstance(value, Mapping | Media) else None
     return source or MediaSource(kind, value, where=where)
+
+
+def get_content(message: object) -> Any:
+    """A message's content; its parts where it has any."""
+    if isinstance(message, Message):
+        return message.parts or message.content
+    return message.get("content") if isinstance(message, Mapping) else None
 
 
 def _is_objects(value: object) -> bool:

@@ -11,7 +11,7 @@ import anyio
 import msgspec
 
 from rollout.agents.ending import Ending
-from rollout.agents.media_intake import replace_content
+from rollout.agents.media_intake import get_content, replace_content
 from rollout.agents.rendering import Renderer
 from rollout.bridge import loop_clock
 from rollout.chat.messages import join_contents, text_of_content
@@ -19,7 +19,6 @@ from rollout.engine.core import WHOLE_ANSWERS
 from rollout.errors import AgentError, LimitExceeded, ToolError
 from rollout.interactions import InteractionContext
 from rollout.limits import CARRY_S, NEVER, Clock, Deadline
-from rollout.media.records import get_content
 from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
 from rollout.tools.attempt import attempt
 from rollout.types import Message, Outcome, Prompt, name_prompt, without_null_keys

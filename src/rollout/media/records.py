@@ -63,15 +63,11 @@ def record_prompt_messages(messages: Any, read: Sequence[Message]) -> Any:
     return _describe_media(messages)
 
 
-def get_content(message: object) -> Any:
-    """A message's content; its parts where it has any; None of what is no message."""
-    if isinstance(message, Mapping):
-        return message.get("content")
-    return getattr(message, "parts", None) or getattr(message, "content", None)
-
-
-def _shows_more_than_text(message: object) -> bool:
-    return not isinstance(get_content(message), str | None)
+def _shows_more_than_text(message: Any) -> bool:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if content is None:
+        content = getattr(message, "parts", None) or getattr(message, "content", None)
+    return not isinstance(content, str | None)
 
 
 def _describe_media(value: Any) -> Any:
