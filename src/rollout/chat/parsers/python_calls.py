@@ -12,7 +12,7 @@ import re
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from rollout.chat.parsers.json_calls import MAX_DEPTH, FaultyCall, skip_space, whole_value
+from rollout.chat.parsers.json_calls import MAX_DEPTH, FaultyCall, read_json_text, skip_space
 
 #: Commas of one call. No model writes as many.
 MAX_VALUES = 50_000
@@ -21,23 +21,25 @@ _NAME = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 _CALL = re.compile(rf"\s*({_NAME})\s*(?=\()", re.ASCII)
 _PRINT = re.compile(rf"\s*print\(\s*(?={_NAME}\s*\()", re.ASCII)
 _KEYWORD = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(?!=)", re.ASCII)
-_STRING = re.compile(
+#: A string; group 1 is its prefix, the last one its body.
+STRING = (
     r"([rRuU]?)(?:"
     r'"""((?:[^"\\]++|\\.|"(?!""))*+)"""|'
     r"'''((?:[^'\\]++|\\.|'(?!''))*+)'''|"
     r'"((?:[^"\\\n]++|\\.)*+)"|'
-    r"'((?:[^'\\\n]++|\\.)*+)')",
-    re.DOTALL,
+    r"'((?:[^'\\\n]++|\\.)*+)')"
 )
+#: What `ast` reads otherwise than it is meant here: strings, JSON's constants.
+_REWRITTEN = re.compile(rf"\b(?P<constant>true|false|null)\b|{STRING}", re.DOTALL)
 #: What may stand up to the next bracket or comma: no two words side by side.
 _PART = re.compile(
-    rf"(?:{_STRING.pattern}|[=:+-]|\s++|[\w.]++(?!\s+[\w.]))*+(?P<sign>[\[\](){{}},])?", re.DOTALL
+    rf"(?:{STRING}|[=:+-]|\s++|[\w.]++(?!\s+[\w.]))*+(?P<sign>[\[\](){{}},])?", re.DOTALL
 )
 _ESCAPE = re.compile(
     r"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(\n|[\\'\"abfnrtv]))"
 )
 _ESCAPED = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\n": ""}
-_CONSTANTS = {"true": True, "false": False, "null": None}
+_CONSTANTS = {"true": "True", "false": "False", "null": "None"}
 _ENDS = {"[": "]", "(": ")", "{": "}"}
 
 
@@ -61,11 +63,11 @@ def read_call(text: str, at: int) -> PythonCall:
     head = _CALL.match(text, at)
     if head is None:
         raise make_fault("expected a call of a function", text, skip_space(text, at))
-    arguments, stop = read_arguments(text, head.end())
+    arguments, stop = read_keywords(text, head.end())
     return PythonCall(head[1], arguments, head.start(1), stop)
 
 
-def read_arguments(text: str, at: int) -> tuple[dict[str, Any], int]:
+def read_keywords(text: str, at: int) -> tuple[dict[str, Any], int]:
     """What stands in the parentheses at `at`, and after them; of equal names the last one counts.
 
     Raises:
@@ -126,13 +128,14 @@ def read_literal(text: str) -> Any:
     text = text.strip()
     if text[:1] in ("[", "{"):
         with suppress(ValueError):  # most are JSON as well, which is read many times faster
-            return whole_value(text)
+            return read_json_text(text)
     if text.count(",") >= MAX_VALUES:
         raise ValueError(f"more than {MAX_VALUES:,} values in a call")
     try:
-        return _convert(ast.parse(_STRING.sub(_rewrite, text), mode="eval").body)
-    except (SyntaxError, RecursionError, MemoryError):  # the last of what is nested too deeply
-        raise ValueError("expected a literal") from None
+        value = ast.literal_eval(_REWRITTEN.sub(_rewrite, text))
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        raise ValueError("expected a literal") from None  # or what is nested too deeply
+    return _as_json(value)
 
 
 def unescape(body: str) -> str:
@@ -167,10 +170,12 @@ def _split(text: str, at: int) -> tuple[list[tuple[int, int]], int]:
             return items, at
 
 
-def _rewrite(string: re.Match[str]) -> str:
-    """A string in the one form that no version of Python warns of."""
-    body = string[string.lastindex or 0] or ""
-    return repr(body if string[1] in ("r", "R") else unescape(body))
+def _rewrite(found: re.Match[str]) -> str:
+    """A constant as Python has it; a string in the one form that no version of it warns of."""
+    if found["constant"] is not None:
+        return _CONSTANTS[found["constant"]]
+    body = found[found.lastindex or 0] or ""
+    return repr(body if found[2] in ("r", "R") else unescape(body))
 
 
 def _character(escape: re.Match[str]) -> str:
@@ -181,27 +186,21 @@ def _character(escape: re.Match[str]) -> str:
     return chr(code) if code <= 0x10FFFF else escape[0]
 
 
-def _convert(node: ast.expr, depth: int = 0) -> Any:
+def _as_json(value: object, depth: int = 0) -> Any:
+    """A literal of Python as the value of JSON that it is; a ValueError where it is none."""
     if depth > MAX_DEPTH:
         raise ValueError("nested too deeply")
-    match node:
-        case ast.Constant(value=str() | int() | None as value):
+    match value:
+        case str() | int() | None:
             return value
-        case ast.Constant(value=float() as value):
-            if not math.isfinite(value):
-                raise ValueError("expected a number within bounds")
-            return value
-        case ast.Name(id="true" | "false" | "null" as name):
-            return _CONSTANTS[name]
-        case ast.UnaryOp(op=ast.UAdd() | ast.USub() as sign, operand=ast.Constant() as operand):
-            number = _convert(operand)
-            if type(number) in (int, float):
-                return -number if isinstance(sign, ast.USub) else number
-        case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [_convert(item, depth + 1) for item in items]
-        case ast.Dict(keys=keys, values=values):
-            names = [key.value if isinstance(key, ast.Constant) else None for key in keys]
-            if all(isinstance(name, str) for name in names):
-                return dict(zip(names, [_convert(each, depth + 1) for each in values], strict=True))
+        case float():
+            if math.isfinite(value):
+                return value
+            raise ValueError("expected a number within bounds")
+        case list() | tuple():
+            return [_as_json(item, depth + 1) for item in value]
+        case dict():
+            if all(isinstance(key, str) for key in value):
+                return {key: _as_json(item, depth + 1) for key, item in value.items()}
             raise ValueError("expected keys that are strings")
     raise ValueError("expected a literal")

@@ -19,15 +19,12 @@ CALL_LIST = (
     r"\[(?=\s*+(?P<name>[A-Za-z_][\w.]*+)\s*+\("
     r"(?P<named>\s*+(?:\)\s*+[],]|[A-Za-z_]\w*+\s*+=\s*+[\w+.\"'\[({-]))?)"
 )
-#: What every such list begins with.
-CALL_LIST_HEAD = r"\[\s*[A-Za-z_][\w.]*\s*\("
 _LIST = re.compile(CALL_LIST)
 #: Dots stand for arguments where a list is spoken of.
 _DOTS = re.compile(r"\[\s*[\w.]+\(\s*(?:\.\.\.|…)")
 _START, _END = "<|python_start|>", "<|python_end|>"
-
 _NESTED = re.compile(
-    rf"(?P<opens>{re.escape(_START)}\s*{CALL_LIST_HEAD})|(?P<closes>{re.escape(_END)})"
+    rf"(?P<opens>{re.escape(_START)}\s*\[\s*[A-Za-z_][\w.]*\s*\()|(?P<closes>{re.escape(_END)})"
 )
 
 
@@ -51,7 +48,7 @@ class PythonicParser(TaggedParser):
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
         if opening[0] == _END:
-            return scan.skip_end(opening.end())
+            return scan.end_call(opening.end())
         if opening[0] != _START:
             return add_call_list(scan, opening)
         first = _LIST.search(scan.text, opening.end())
@@ -70,14 +67,11 @@ def add_call_list(scan: TurnScan, opening: re.Match[str], *, is_marked: bool = F
     try:
         calls, stop = read_call_list(scan.text, start)
     except FaultyCall as fault:
-        if is_meant and _DOTS.match(scan.text, start) is None:
-            end = None
-            if scan.text.endswith(_START, 0, start):
-                end = scan.nesting(_NESTED).end(start)
-            stop = len(scan.text) if end is None else scan.nesting(_NESTED).span(end)[0]
-            return scan.add_invalid(start, stop, str(fault))
-        stop = max(fault.at, opening.end())
-        return scan.add_content(start, stop)
+        if not is_meant or _DOTS.match(scan.text, start) is not None:
+            return scan.add_content(start, max(fault.at, opening.end()))
+        end = scan.nesting(_NESTED).find_end(start) if is_marked else None
+        stop = len(scan.text) if end is None else scan.nesting(_NESTED).spans[end][0]
+        return scan.add_invalid(start, stop, str(fault))
     for call in calls:
         scan.add_call(call.start, call.stop, call.name, call.arguments)
-    return scan.skip_end(stop)
+    return scan.end_call(stop)

@@ -6,8 +6,8 @@ import re
 from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
-from rollout.chat.parsers.json_calls import FaultyCall, arguments_of, value_at
-from rollout.chat.parsers.markup import CallMarkup, without_own_lines
+from rollout.chat.parsers.json_calls import FaultyCall, read_arguments, read_json
+from rollout.chat.parsers.markup import CallMarkup, trim_own_lines
 from rollout.chat.parsers.registry import register_tool_parser
 from rollout.chat.parsers.scan import TaggedParser
 
@@ -19,8 +19,8 @@ class SectionParser(TaggedParser):
     """Reads the calls of a section one by one; one that is faulty leaves the others alone.
 
     The end of a section may be missing, the end of a call may not. Text in a section that is no
-    call is an invalid call. A tag that no call follows is content; an end tag right after a call,
-    or after the last word of the turn, is nothing.
+    call is an invalid call. A tag that no call follows is content; an end tag right after a call
+    is nothing.
 
     Attributes:
         section: What opens and closes a section.
@@ -28,7 +28,6 @@ class SectionParser(TaggedParser):
         end_call: What closes it.
         is_call_special: Whether what opens a call is a special token, which counts on its own.
         begun: Regular expression of how a call begins.
-        nested: Finds where calls open and close; see `Nesting`.
     """
 
     section: ClassVar[tuple[str, str]]
@@ -36,47 +35,22 @@ class SectionParser(TaggedParser):
     end_call: ClassVar[str]
     is_call_special: ClassVar[bool] = True
     begun: ClassVar[re.Pattern[str]]
-    nested: ClassVar[re.Pattern[str]]
     _call: ClassVar[re.Pattern[str]]
     _next: ClassVar[re.Pattern[str]]
 
     def __init_subclass__(cls) -> None:
         if "section" in vars(cls):
-            begin, end = map(re.escape, cls.section)
-            cls.opening = f"{begin}|{end}"
-            if cls.is_call_special:
-                cls.opening += f"|{cls.call}|{re.escape(cls.end_call)}"
+            section = "|".join(map(re.escape, cls.section))
+            call = f"{cls.call}|{re.escape(cls.end_call)}"
+            cls.opening = f"{section}|{call}" if cls.is_call_special else section
             cls._call = re.compile(cls.call)
-            cls._next = re.compile(f"{begin}|{end}|{cls.call}|{re.escape(cls.end_call)}")
+            cls._next = re.compile(f"{section}|{call}")
         super().__init_subclass__()
-
-    @abstractmethod
-    def read_one(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        """Add the call that `opening` opens; return the position after it.
-
-        Raises:
-            FaultyCall: It is none; it then ends at the next tag from where the fault is.
-        """
-
-    def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        begin, end = self.section
-        if opening[0] in (end, self.end_call):
-            return scan.skip_end(opening.end())
-        if opening[0] != begin:
-            return self._read_one(scan, opening.start())
-        first = at = scan.skip_space(opening.end())
-        while at < len(scan.text) and not scan.text.startswith((begin, end), at):
-            at = scan.skip_space(self._read_one(scan, at))
-            while scan.text.startswith(self.end_call, at):  # written twice, right after a call
-                at = scan.skip_space(at + len(self.end_call))
-        if at == first:
-            return scan.add_invalid(opening.start(), at, f"no call stands before {end}")
-        return at
 
     def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
         begin, end = self.section
         if opening[0] in (end, self.end_call):
-            return self._is_dropped(scan, opening)
+            return scan.follows_call(opening.start())
         if opening[0] != begin:
             return self.begun.match(scan.text, opening.start()) is not None
         following = self._next.search(scan.text, opening.end())
@@ -89,13 +63,20 @@ class SectionParser(TaggedParser):
             return "\n" in gap or not gap or scan.is_at_line_start
         return scan.is_meant(opening.end(), end)
 
-    def _is_dropped(self, scan: TurnScan, end: re.Match[str]) -> bool:
-        """Whether an end tag that closes nothing is no word of the model's."""
-        if scan.follows_call(end.start()):
-            return True
-        tail = scan.tail((self.section[1], self.end_call))
-        is_last = self.is_call_special and end.start() >= tail
-        return is_last and not scan.text[tail].isspace()
+    def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
+        begin, end = self.section
+        if opening[0] in (end, self.end_call):
+            return scan.end_call(opening.end())
+        if opening[0] != begin:
+            return self._read_one(scan, opening.start())
+        first = at = scan.skip_space(opening.end())
+        while at < len(scan.text) and not scan.text.startswith((begin, end), at):
+            at = scan.skip_space(self._read_one(scan, at))
+            while scan.text.startswith(self.end_call, at):  # written twice, right after a call
+                at = scan.skip_space(at + len(self.end_call))
+        if at == first:
+            return scan.add_invalid(opening.start(), at, f"no call stands before {end}")
+        return at
 
     def _read_one(self, scan: TurnScan, start: int) -> int:
         try:
@@ -107,8 +88,16 @@ class SectionParser(TaggedParser):
         except FaultyCall as fault:
             stop = self.find_closing(scan, fault)
             if stop is None:
-                stop = scan.skip_to_tag(max(fault.at, start + 1), self._next, self.end_call)
+                stop = scan.find_next(max(fault.at, start + 1), self._next, self.end_call)
             return scan.add_invalid(start, stop, str(fault))
+
+    @abstractmethod
+    def read_one(self, scan: TurnScan, opening: re.Match[str]) -> int:
+        """Add the call that `opening` opens; return the position after it.
+
+        Raises:
+            FaultyCall: It is none; it then ends at the next tag from where the fault is.
+        """
 
     @abstractmethod
     def find_closing(self, scan: TurnScan, fault: FaultyCall) -> int | None:
@@ -126,12 +115,20 @@ class JsonSectionParser(SectionParser):
         cls.begun = re.compile(rf"{head}\s*(?:[{{\[\"]|\w[^\s<]*\s*\n)")
         cls.nested = re.compile(rf"(?P<opens>{head})|(?P<closes>{re.escape(cls.end_call)})")
 
+    @abstractmethod
+    def read_head(self, scan: TurnScan, head: str, body: int) -> tuple[str, str | None, int]:
+        """The name of the function, the model's own id of the call, and where the JSON is.
+
+        Raises:
+            FaultyCall: The head names no function.
+        """
+
     def find_closing(self, scan: TurnScan, fault: FaultyCall) -> int | None:
         if fault.is_cut:
             return len(scan.text)
         if self._next.match(scan.text, fault.at) is not None:
             return None
-        stop = scan.nesting(self.nested).stop(fault.at)
+        stop = scan.nesting(self.nested).find_stop(fault.at)
         return len(scan.text) if stop is None and fault.is_in_value else stop
 
     def read_one(self, scan: TurnScan, opening: re.Match[str]) -> int:
@@ -143,29 +140,17 @@ class JsonSectionParser(SectionParser):
         head = scan.text[opening.end() : split].strip()
         name, call_id, body = self.read_head(scan, head, split + len(self.separator))
         try:
-            value, stop = value_at(scan.text, scan.skip_space(body))
-            arguments = arguments_of(value)
+            value, stop = read_json(scan.text, scan.skip_space(body))
+            arguments = read_arguments(value)
         except FaultyCall as error:
             error.at, error.is_in_value = body, True
             raise
-        end = scan.skip_space(self.skip_tail(scan, scan.skip_space(stop)))
-        if not scan.text.startswith(self.end_call, end):
-            raise FaultyCall(f"the call is not closed by {self.end_call}", end, is_in_value=True)
+        stop = scan.skip_space(scan.skip_tag("```", stop))
+        if not scan.text.startswith(self.end_call, stop):
+            raise FaultyCall(f"the call is not closed by {self.end_call}", stop, is_in_value=True)
         return scan.add_call(
-            opening.start(), end + len(self.end_call), name, arguments, call_id=call_id
+            opening.start(), stop + len(self.end_call), name, arguments, call_id=call_id
         )
-
-    @abstractmethod
-    def read_head(self, scan: TurnScan, head: str, body: int) -> tuple[str, str | None, int]:
-        """The name of the function, the model's own id of the call, and where the JSON is.
-
-        Raises:
-            FaultyCall: The head names no function.
-        """
-
-    def skip_tail(self, scan: TurnScan, at: int) -> int:
-        """The position after what a format writes between JSON and end tag."""
-        return at
 
 
 @register_tool_parser("deepseek_v3")
@@ -187,13 +172,10 @@ class DeepSeekV3Parser(JsonSectionParser):
             raise FaultyCall(f"expected the name of a function before {self.separator}", body)
         return head, None, body
 
-    def skip_tail(self, scan: TurnScan, at: int) -> int:
-        return at + 3 if scan.text.startswith("```", at) else at
-
 
 @register_tool_parser("kimi_k2")
 class KimiK2Parser(JsonSectionParser):
-    """Kimi K2; a call's id, ``functions.NAME:INDEX``, names the function and is kept."""
+    """Kimi K2; a call's id, ``functions.NAME:INDEX``, names the function and stays."""
 
     stop_tokens = ("<|im_end|>",)
     section = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
@@ -218,13 +200,13 @@ class MiniMaxM2Parser(SectionParser):
     end_call = "</invoke>"
     is_call_special = False
     _markup = CallMarkup(
-        call=r"<invoke name=[\"']?[^\"'<>\n]*[\"']?>",
+        call=call.replace("?P<name>", "?:"),
         parameter=r"<parameter name=[\"']?([^\"'<>\n]+)[\"']?>",
         end_parameter="</parameter>",
         end_call="</invoke>",
         block=section,
         tag=r"</?(?:minimax:tool_call|invoke|parameter)(?: name=|>)",
-        trimmed=without_own_lines,
+        trim=trim_own_lines,
     )
     begun = re.compile(rf"{call}\s*(?:<parameter name=|</invoke>)")
 

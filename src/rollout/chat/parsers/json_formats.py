@@ -1,0 +1,209 @@
+"""Formats whose calls are JSON: Hermes, Mistral, Llama 3."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from rollout.chat.parsers.json_calls import (
+    GAP,
+    FaultyCall,
+    find_last_calls,
+    read_arguments,
+    read_call_object,
+    read_json,
+)
+from rollout.chat.parsers.python_calls import read_keywords
+from rollout.chat.parsers.registry import register_tool_parser
+from rollout.chat.parsers.scan import TaggedParser
+
+if TYPE_CHECKING:
+    from rollout.chat.parsers.scan import TurnScan
+
+
+@register_tool_parser("hermes")
+class HermesParser(TaggedParser):
+    """Hermes, also Qwen: ``<tool_call>{"name": …, "arguments": …}</tool_call>``.
+
+    A call ends at the ``</tool_call>`` after its JSON, so that arguments may contain tags.
+    """
+
+    stop_tokens = ("<|im_end|>",)
+    opening, _end = "<tool_call>", "</tool_call>"
+    nested = re.compile(rf"(?P<opens>{opening}{GAP}[{{\[])|(?P<closes>{_end})")
+
+    def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
+        is_twice = scan.text.startswith(opening[0], opening.end()) and scan.is_at_line_start
+        return is_twice or scan.is_meant(opening.end(), self._end)
+
+    def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
+        start, body = opening.start(), scan.skip_space(opening.end())
+        unclosed = f"the call is not closed by {self._end}"
+        at = body
+        try:
+            value, stop = read_json(scan.text, body)
+            at = scan.skip_space(stop)
+            if scan.text.startswith(self.opening, at):
+                end = scan.nesting(self.nested).find_stop(body)  # else the next is no part of it
+                return scan.add_invalid(start, stop if end is None else end, unclosed)
+            if not scan.text.startswith(self._end, at):
+                raise FaultyCall("malformed JSON: more text follows the call")
+            name, arguments, _ = read_call_object(value)
+        except FaultyCall as fault:
+            fault.at = at
+            if scan.text.find(self._end, at) >= 0:
+                raise
+            raise FaultyCall(unclosed, at) from None
+        return scan.add_call(start, at + len(self._end), name, arguments)
+
+
+_MARK = r"\[TOOL_CALLS\]"
+_NAME = r"(?P<name>[^\[\]{}\n]*)(?:\[CALL_ID\](?P<id>[^\[\]{}\n]*))?\[ARGS\]"
+_NAMED = re.compile(_NAME)
+_NEXT_MARK = re.compile(rf"{_MARK}\s*+(?:{_NAME}\s*+)?(?!\Z)")
+
+
+@register_tool_parser("mistral")
+class MistralParser(TaggedParser):
+    """Mistral: ``[TOOL_CALLS]`` and an array of calls, or ``[TOOL_CALLS]name[ARGS]{…}`` each.
+
+    Tokenizers up to v7 write an array, later ones a name, perhaps an id, and arguments. What is
+    malformed reaches to the next ``[TOOL_CALLS]`` or to the end; calls of an array that stand
+    before the fault count.
+    """
+
+    stop_tokens = ("</s>",)
+    reasoning_tags = (("[THINK]", "[/THINK]"), ("<think>", "</think>"))
+    opening = _MARK
+    #: What calls begin with: an array, or a name and arguments.
+    _begun = re.compile(r"\s*(?:\[\s*(?:[{\]\"]|\Z)|\{|[^\[\]{}\n]*\[(?:ARGS|CALL_ID)\])")
+    _between = re.compile(rf"\s*(?:\Z|{_NEXT_MARK.pattern})")
+
+    def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
+        return scan.is_empty or self._begun.match(scan.text, opening.end()) is not None
+
+    def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
+        at = scan.skip_space(opening.end())
+        named = _NAMED.match(scan.text, at)
+        if named is None and scan.text.startswith("[", at):
+            return self._read_array(scan, opening, at + 1)
+        if named is None or not named["name"].strip():
+            raise FaultyCall("expected an array of calls, or NAME[ARGS] and JSON")
+        value, stop = read_json(scan.text, scan.skip_space(named.end()))
+        name, arguments = named["name"].strip(), read_arguments(value)
+        return scan.add_call(opening.start(), stop, name, arguments, named["id"])
+
+    def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
+        return find_last_calls(scan.text, opening.end(), _NEXT_MARK, self._between)
+
+    def _read_array(self, scan: TurnScan, opening: re.Match[str], at: int) -> int:
+        start, at, end = opening.start(), scan.skip_space(at), len(scan.text)
+        if scan.text.startswith("]", at):
+            return scan.add_invalid(start, at + 1, "the array holds no call")
+        try:
+            while at < end and not scan.text.startswith("]", at):
+                value, stop = read_json(scan.text, at)
+                scan.add_json_call(start, stop, value, has_id=True)
+                start = follower = scan.skip_space(stop)
+                if follower < end and scan.text[follower] not in ",]":
+                    raise FaultyCall("expected , or ] after a call", follower)
+                start = at = scan.skip_space(follower + scan.text.startswith(",", follower))
+        except FaultyCall as fault:
+            stop = find_last_calls(scan.text, fault.at, _NEXT_MARK, self._between)
+            return scan.add_invalid(start, stop, str(fault))
+        return at + 1
+
+
+#: How an object in JSON begins, and one that was meant as a call.
+OBJECT = r"\{\s*[\"}]"
+_CALL_OBJECT = r"\{\s*\"(?:name|type|function)\"\s*:"
+_TAG = r"<\|python_tag\|>"
+_MEANT_OBJECT = re.compile(_CALL_OBJECT)
+_NEXT_OBJECT = re.compile(rf"(?:;\s*|{_TAG}\s*)(?={_CALL_OBJECT})")
+_BETWEEN_OBJECTS = re.compile(rf"\s*(?:;\s*)?(?:{_TAG}\s*)?(?:\Z|(?={{))")
+
+
+@register_tool_parser("llama3")
+class Llama3Parser(TaggedParser):
+    """Reads the three ways in which Llama 3.x calls.
+
+    ``{"name": …, "parameters": {…}}``, several separated by ``;``, after ``<|python_tag|>`` or as
+    the start of the turn; ``<|python_tag|>NAME.call(key="value")`` of the built-in tools;
+    ``<function=NAME>{…}</function>``. Other code after ``<|python_tag|>`` is an invalid call. An
+    object at the start that is no call is content.
+    """
+
+    stop_tokens = ("<|eot_id|>", "<|eom_id|>")
+    opening = (
+        rf"(?P<tag>{_TAG})|<function=(?P<function>[^<>\n]*)>"
+        rf"|(?:\A|(?<=</think>))\s*(?={OBJECT})"
+    )
+    nested = re.compile(rf"(?P<opens><function=[^<>\n]*>{GAP}\{{)|(?P<closes></function>)")
+    _begun = re.compile(r"\s*\{|\w")
+    _argument = re.compile(r'\s*"?\s*[{\[]')
+    _built_in = re.compile(r"\s*([A-Za-z_]\w*)\.call(?=\()")
+
+    def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
+        begun = self._begun if opening["function"] is None else self._argument
+        return begun.match(scan.text, opening.end()) is not None
+
+    def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
+        start, at = opening.start(), scan.skip_space(opening.end())
+        if opening["function"] is not None:
+            return self._read_function(scan, start, at, opening["function"].strip())
+        if scan.text.startswith("{", at):
+            is_marked = opening["tag"] is not None
+            return read_objects(scan, start if is_marked else at, at, is_marked=is_marked)
+        call = self._built_in.match(scan.text, at)
+        if call is None:
+            raise FaultyCall("expected a JSON call or NAME.call(…) after <|python_tag|>")
+        arguments, stop = read_keywords(scan.text, call.end())
+        return scan.add_call(start, stop, call[1], arguments)
+
+    def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
+        if opening["function"] is not None:
+            fault.at = opening.end()
+            return super().find_end(scan, opening, fault)
+        # Another tag after code that opened a string may be quoted in it.
+        is_code = self._built_in.match(scan.text, opening.end()) is not None
+        return len(scan.text) if is_code else scan.find(opening[0], opening.end())
+
+    def _read_function(self, scan: TurnScan, start: int, at: int, name: str) -> int:
+        if not name:
+            raise FaultyCall("expected <function=NAME>")
+        value, stop = read_json(scan.text, at)
+        end = scan.skip_tag("</function>", stop)
+        if end == stop:
+            raise FaultyCall("the call is not closed by </function>")
+        return scan.add_call(start, end, name, read_arguments(value))
+
+
+def read_objects(scan: TurnScan, start: int, at: int, *, is_marked: bool) -> int:
+    """Add the JSON calls that begin at `at`, separated by ``;``; return the position after them.
+
+    Args:
+        scan: What to add to.
+        start: Where the text of the first call begins, its mark included.
+        at: Where its JSON begins.
+        is_marked: Whether a mark says that calls follow; else one without arguments is content.
+    """
+    keys = ("parameters", "arguments")
+    while True:
+        try:
+            value, stop = read_json(scan.text, at)
+        except FaultyCall as error:
+            if not is_marked and _MEANT_OBJECT.match(scan.text, at) is None:
+                return scan.add_content(start, at + 1)
+            stop = len(scan.text)
+            if not error.is_cut:
+                stop = find_last_calls(scan.text, at + 1, _NEXT_OBJECT, _BETWEEN_OBJECTS)
+            scan.add_invalid(start, stop, str(error))
+        else:
+            is_call = isinstance(value, dict) and any(key in value for key in keys)
+            if not is_marked and not (is_call and "name" in value):
+                return scan.add_content(start, stop)
+            scan.add_json_call(start, stop, value, *keys)
+        start = at = scan.skip_space(scan.skip_tag(";", stop))
+        is_marked = True
+        if not scan.text.startswith("{", at):
+            return at
