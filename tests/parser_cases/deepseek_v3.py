@@ -141,5 +141,4 @@ CASES = [
         f"{BEGIN}{v31('', '{}')}{END}",
         calls=[Bad(v31("", "{}"), f"expected the name of a function before {SEP}")],
     ),
-    Case("stray_end_tags", f"Hello.{END_CALL}{END}{EOS}", content="Hello."),
 ]

@@ -1,6 +1,6 @@
 """Parsers of the formats in which models write tool calls."""
 
-from rollout.chat.parsers import gemma, gpt_oss, json_formats, markup, pythonic, sections
+from rollout.chat.parsers import gemma, gpt_oss, json_formats, markup, pythonic
 from rollout.chat.parsers.registry import (
     ParsedTurn,
     ToolParser,
@@ -20,7 +20,6 @@ __all__ = [
     "markup",
     "pythonic",
     "register_tool_parser",
-    "sections",
     "stop_token_ids",
     "tool_parser_names",
 ]

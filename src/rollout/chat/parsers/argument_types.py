@@ -52,7 +52,7 @@ class ArgumentTypes:
     ) -> None:
         found = (_declaration(tool) for tool in tools if function_name(tool) == function)
         self._root = _mapping(next(found, {}).get("parameters"))
-        self._properties = _properties(self._root, self._root)
+        self._properties = _mapping(_resolve(self._root, self._root).get("properties"))
         self._untyped = _ALL if untyped_as_json else frozenset(("string",))
         self._known: dict[str, frozenset[str]] = {}
 
@@ -94,15 +94,6 @@ def function_name(tool: Mapping[str, Any]) -> str | None:
 
 def _declaration(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     return _mapping(_mapping(tool).get("function", tool))
-
-
-def _properties(schema: Any, root: Mapping[str, Any], steps: int = _MAX_STEPS) -> dict[str, Any]:
-    """The properties by name; those of alternatives too, where the first to name one counts."""
-    schema = _resolve(schema, root)
-    found = dict(_mapping(schema.get("properties")))
-    for part in _items(schema, "anyOf", "oneOf", "allOf") if steps else ():
-        found = {**_properties(part, root, steps - 1), **found}
-    return found
 
 
 def _resolve(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:

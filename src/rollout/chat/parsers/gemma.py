@@ -180,9 +180,9 @@ class GemmaReader:
             self._fail("nested too deeply")
         if self.take("{"):
             return dict(self._read_items("}", depth))
-        if self.take("["):
-            return [value for _, value in self._read_items("]", depth)]
-        self._fail("expected a value")
+        if not self.take("["):
+            self._fail("expected a value")
+        return [value for _, value in self._read_items("]", depth)]
 
     def _read_string(self) -> str | None:
         """The string that stands next, in whichever quotes; None where something else does."""

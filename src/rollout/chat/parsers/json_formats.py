@@ -1,9 +1,10 @@
-"""Formats whose calls are JSON: Hermes, Mistral, Llama 3."""
+"""Formats whose calls are JSON: Hermes, Mistral, Llama 3, DeepSeek, Kimi."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar
 
 from rollout.chat.parsers.json_calls import (
     GAP,
@@ -207,3 +208,135 @@ def read_objects(scan: TurnScan, start: int, at: int, *, is_marked: bool) -> int
         is_marked = True
         if not scan.text.startswith("{", at):
             return at
+
+
+class SectionParser(TaggedParser):
+    """Calls are a tag, a head that names the function, a separator, JSON and an end tag.
+
+    The tags of the section around all calls may be missing, those of a call may not; one that is
+    faulty leaves the others alone. A tag that no call follows is content; an end tag right after a
+    call is nothing.
+
+    Attributes:
+        section: What opens and closes a section.
+        call, end_call: What opens and closes a call.
+        separator: What stands between the head and the arguments.
+    """
+
+    section: ClassVar[tuple[str, str]]
+    call: ClassVar[str]
+    end_call: ClassVar[str]
+    separator: ClassVar[str]
+    _begun: ClassVar[re.Pattern[str]]
+    _next: ClassVar[re.Pattern[str]]
+
+    def __init_subclass__(cls) -> None:
+        cls.opening = "|".join(map(re.escape, (*cls.section, cls.call, cls.end_call)))
+        cls._next = re.compile(cls.opening)
+        head = rf"{re.escape(cls.call)}[^<]{{0,300}}{re.escape(cls.separator)}"
+        cls._begun = re.compile(rf"{head}\s*(?:[{{\[\"]|\w[^\s<]*\s*\n)")
+        cls.nested = re.compile(rf"(?P<opens>{head})|(?P<closes>{re.escape(cls.end_call)})")
+        super().__init_subclass__()
+
+    def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
+        _, end = self.section
+        if opening[0] in (end, self.end_call):
+            return scan.follows_call(opening.start())
+        if opening[0] == self.call:
+            is_begun = self._begun.match(scan.text, opening.start()) is not None
+            return is_begun or scan.follows_call(opening.start())
+        at = scan.skip_space(opening.end())
+        if scan.text.startswith(self.call, at):
+            gap = scan.text[opening.end() : at]
+            is_begun = self._begun.match(scan.text, at) is not None
+            return is_begun or "\n" in gap or not gap or scan.is_at_line_start
+        return scan.is_meant(opening.end(), end)
+
+    def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
+        begin, end = self.section
+        if opening[0] == self.call:
+            return self._read_one(scan, opening)
+        at = scan.skip_space(opening.end())
+        if opening[0] != begin or scan.text.startswith(self.call, at):
+            return scan.end_call(opening.end())
+        if scan.text.startswith(end, at):
+            return scan.add_invalid(opening.start(), at, f"no call stands before {end}")
+        seen = scan.text[at : at + 20]
+        stop = scan.find(end, at)
+        return scan.add_invalid(at, stop, f"expected a call in the section: {seen!r}")
+
+    def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
+        if fault.is_cut:
+            return len(scan.text)
+        tag = self._next.search(scan.text, fault.at)
+        if tag is None or tag.start() > fault.at:
+            stop = scan.nesting(self.nested).find_stop(fault.at)
+            if stop is not None or fault.is_in_value or tag is None:
+                return len(scan.text) if stop is None else stop
+        return tag.end() if tag[0] == self.end_call else tag.start()
+
+    def _read_one(self, scan: TurnScan, opening: re.Match[str]) -> int:
+        tag = self._next.search(scan.text, opening.end())
+        limit = len(scan.text) if tag is None else tag.start()
+        split = scan.text.find(self.separator, opening.end(), limit)
+        if split < 0:
+            raise FaultyCall(f"expected {self.separator} in the call", limit)
+        head = scan.text[opening.end() : split].strip()
+        name, call_id, body = self.read_head(scan, head, split + len(self.separator))
+        try:
+            value, stop = read_json(scan.text, scan.skip_space(body))
+            arguments = read_arguments(value)
+        except FaultyCall as error:
+            error.at, error.is_in_value = body, True
+            raise
+        stop = scan.skip_space(scan.skip_tag("```", stop))
+        if not scan.text.startswith(self.end_call, stop):
+            raise FaultyCall(f"the call is not closed by {self.end_call}", stop, is_in_value=True)
+        return scan.add_call(
+            opening.start(), stop + len(self.end_call), name, arguments, call_id=call_id
+        )
+
+    @abstractmethod
+    def read_head(self, scan: TurnScan, head: str, body: int) -> tuple[str, str | None, int]:
+        """The name of the function, the model's own id of the call, and where the JSON is.
+
+        Raises:
+            FaultyCall: The head names no function.
+        """
+
+
+@register_tool_parser("deepseek_v3")
+class DeepSeekV3Parser(SectionParser):
+    """DeepSeek V3 and R1 (``function``, separator, name, fenced JSON), V3.1 (name, JSON)."""
+
+    stop_tokens = ("<｜end▁of▁sentence｜>",)
+    section = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    call = "<｜tool▁call▁begin｜>"
+    end_call = "<｜tool▁call▁end｜>"
+    separator = "<｜tool▁sep｜>"
+    _fenced = re.compile(r"\s{0,8}([^\s`{][^\n`<]{0,255})\n\s{0,8}```[a-z]{0,8}")
+
+    def read_head(self, scan: TurnScan, head: str, body: int) -> tuple[str, str | None, int]:
+        fenced = self._fenced.match(scan.text, body) if head == "function" else None
+        if fenced is not None:
+            return fenced[1].strip(), None, fenced.end()
+        if not head or "\n" in head:
+            raise FaultyCall(f"expected the name of a function before {self.separator}", body)
+        return head, None, body
+
+
+@register_tool_parser("kimi_k2")
+class KimiK2Parser(SectionParser):
+    """Kimi K2; a call's id, ``functions.NAME:INDEX``, names the function and stays."""
+
+    stop_tokens = ("<|im_end|>",)
+    section = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+    call = "<|tool_call_begin|>"
+    end_call = "<|tool_call_end|>"
+    separator = "<|tool_call_argument_begin|>"
+
+    def read_head(self, scan: TurnScan, head: str, body: int) -> tuple[str, str | None, int]:
+        name = head.partition(":")[0].removeprefix("functions.")
+        if not name or name.isdigit() or any(sign.isspace() for sign in head):
+            raise FaultyCall(f"expected functions.NAME:INDEX, not {head[:40]!r}", body)
+        return name, head, body

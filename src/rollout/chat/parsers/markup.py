@@ -1,4 +1,4 @@
-"""Calls written as markup, such as ``<parameter=x>1</parameter></function>``.
+"""Formats that write calls as markup, such as ``<parameter=x>1</parameter></function>``.
 
 Values have no types of their own; the tool's schema gives them (see `argument_types`).
 """
@@ -14,64 +14,107 @@ from rollout.chat.parsers.registry import register_tool_parser
 from rollout.chat.parsers.scan import TaggedParser
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rollout.chat.parsers.scan import TurnScan
 
+#: A tag with which the text ends before it is closed.
+_CUT = re.compile(r"\s*</?[a-z][^<>\n]*\Z")
 
-class CallMarkup:
-    """How a format writes the parameters of a call.
+
+class MarkupParser(TaggedParser):
+    """Calls are a tag that names the function, parameters between tags, and an end tag.
+
+    The tags of a block may be missing around a call, as models at times leave them out; the end
+    tags of a call and of each parameter may not. A tag that no call follows is content.
 
     A value that may be text ends at the last end tag before the next parameter of the schema, or
     before the end of the call: what it quotes, calls of its own format included, is part of it.
 
-    Args:
-        call: Regular expression of what opens a call.
-        parameter: Of what opens a parameter; group 1 is its name.
-        end_parameter: Closes a parameter.
+    Attributes:
+        block: What opens and closes a block of calls; empty where there is none.
+        call: Regular expression of what opens a call; the group ``name`` names the function.
+        example: What opens a call, for the reason of an invalid one.
         end_call: Closes the call.
-        tag: Of every tag of a call: a value that is no text must reach `end_parameter` before
-            another.
-        trim: Removes the line breaks of a value that are layout.
-        block: What opens and closes a block of calls, which may be missing; or nothing.
+        parameter: Regular expression of what opens a parameter; group 1 is its name.
+        end_parameter: Closes a parameter.
         untyped_as_json: See `ArgumentTypes`.
     """
 
-    def __init__(
-        self,
-        *,
-        call: str,
-        parameter: str,
-        end_parameter: str,
-        end_call: str,
-        tag: str,
-        trim: Callable[[str], str],
-        block: tuple[str, str] = ("", ""),
-        untyped_as_json: bool = False,
-    ) -> None:
-        self.parameter = re.compile(parameter)
-        self.end_parameter = end_parameter
-        self.end_call = end_call
-        self.tag = re.compile(tag)
-        self._trim = trim
-        self._untyped_as_json = untyped_as_json
-        begin, end = map(re.escape, block)
-        end_value, end_of_call = re.escape(end_parameter), re.escape(end_call)
-        end_of_block = rf"\s*{end}" if end else ""
-        nameless = parameter.replace("(", "(?:", 1)
-        self.nested = re.compile(
-            rf"(?P<empty>{call}\s*{end_of_call})|(?P<opens>{call}\s*{nameless})"
-            rf"|(?P<closes>{end_value}\s*{end_of_call})|(?P<splits>{end_value}\s*{nameless})"
+    block: ClassVar[tuple[str, str]] = ("", "")
+    call: ClassVar[str]
+    example: ClassVar[str]
+    end_call: ClassVar[str]
+    parameter: ClassVar[str]
+    end_parameter: ClassVar[str]
+    untyped_as_json: ClassVar[bool] = False
+    _parameter: ClassVar[re.Pattern[str]]
+    _next: ClassVar[re.Pattern[str]]
+    _bare_end: ClassVar[re.Pattern[str]]
+
+    def __init_subclass__(cls) -> None:
+        begin, end = cls.block
+        call, parameter = cls.call.replace("?P<name>", "?:"), cls.parameter.replace("(", "(?:", 1)
+        cls.opening = rf"(?:{begin}\s*)?{cls.call}|{begin}" if begin else cls.call
+        cls._next = re.compile("|".join([*filter(None, cls.block), call, cls.end_call]))
+        cls._parameter = re.compile(cls.parameter)
+        cls.nested = re.compile(
+            rf"(?P<empty>{call}\s*{cls.end_call})|(?P<opens>{call}\s*{parameter})"
+            rf"|(?P<closes>{cls.end_parameter}\s*{cls.end_call})"
+            rf"|(?P<splits>{cls.end_parameter}\s*{parameter})"
         )
         #: The end of a call whose last value was never closed, and of its block, before another
         #: call or the end. Within a block, what follows may be quoted in that value: it never runs.
-        self._bare_end = re.compile(
-            rf"{end_value}\s*{end_of_call}|{call}\s*{end_of_call}"
-            rf"|(?P<bare>{end_of_call + end_of_block})"
-            rf"(?=\s*(?:(?:{begin}\s*)?{call}\s*(?:{nameless}|{end_of_call})|\Z))"
+        end_block = rf"\s*{end}" if end else ""
+        cls._bare_end = re.compile(
+            rf"{cls.end_parameter}\s*{cls.end_call}|{call}\s*{cls.end_call}"
+            rf"|(?P<bare>{cls.end_call}{end_block})"
+            rf"(?=\s*(?:(?:{begin}\s*)?{call}\s*(?:{parameter}|{cls.end_call})|\Z))"
         )
+        super().__init_subclass__()
 
-    def read(self, scan: TurnScan, at: int, function: str) -> tuple[dict[str, Any], int]:
+    @staticmethod
+    def trim(value: str) -> str:
+        """`value` without its outer line breaks where it stands on lines of its own."""
+        on_own_lines = len(value) > 1 and value[0] == value[-1] == "\n"
+        return value[1:-1] if on_own_lines else value
+
+    def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
+        at, is_block = opening.end(), opening[0].startswith(self.block[0])
+        if scan.nesting(self.nested).find_end(at) is not None and opening["name"] is not None:
+            return True
+        follower = scan.skip_space(at)
+        if at < follower and "\n" not in scan.text[at:follower] and not scan.is_at_line_start:
+            return False
+        if opening["name"] is None:
+            return _CUT.match(scan.text, at) is not None or scan.is_meant(at, self.block[1])
+        if is_block and scan.text[follower : follower + 1] in ("", "<"):
+            return True
+        if scan.text.startswith(self.end_call, follower):
+            return not (scan.is_in_fence or scan.text.endswith("`", 0, opening.start()))
+        is_parameter = self._parameter.match(scan.text, follower) is not None
+        return is_parameter or (is_block and scan.is_meant(at, self.end_call))
+
+    def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
+        name = (opening["name"] or "").strip().strip("\"'").strip()
+        if not name:
+            raise FaultyCall(f"expected {self.example}", _skip_json(scan, opening.end()))
+        arguments, stop = self._read_parameters(scan, opening.end(), name)
+        stop = scan.skip_tag(self.block[1], stop)
+        return scan.add_call(opening.start(), stop, name, arguments)
+
+    def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
+        stop = scan.nesting(self.nested).find_stop(fault.at)
+        if stop is None and fault.is_in_value:
+            ends = self._bare_end.finditer(scan.text, fault.at)
+            stop = next((end.end() for end in ends if end["bare"] is not None), len(scan.text))
+        if stop is None:
+            tag = self._next.search(scan.text, max(fault.at, opening.start() + 1))
+            is_end = tag is not None and tag[0] in (self.end_call, self.block[1])
+            stop = len(scan.text) if tag is None else tag.end() if is_end else tag.start()
+        return scan.skip_tag(self.block[1], stop)
+
+    def _read_parameters(
+        self, scan: TurnScan, at: int, function: str
+    ) -> tuple[dict[str, Any], int]:
         """The arguments that start at `at`, and the end of the call.
 
         Of numbers and the like with equal names the last one counts; a text that is given twice may
@@ -80,63 +123,49 @@ class CallMarkup:
         Raises:
             FaultyCall: Something else stands there, or the text ends.
         """
-        types = ArgumentTypes(scan.tools, function, untyped_as_json=self._untyped_as_json)
+        types = ArgumentTypes(scan.tools, function, untyped_as_json=self.untyped_as_json)
         arguments: dict[str, Any] = {}
         while not scan.text.startswith(self.end_call, at := scan.skip_space(at)):
-            opening = self.parameter.match(scan.text, at)
+            opening = self._parameter.match(scan.text, at)
             if opening is None:
                 seen = scan.text[at : at + 20]
-                reason = f"expected a parameter or {self.end_call}: {seen!r}"
-                raise FaultyCall(
-                    reason if seen else f"the call is not closed by {self.end_call}", at
-                )
+                expected = f"expected a parameter or {self.end_call}: {seen!r}"
+                unclosed = f"the call is not closed by {self.end_call}"
+                raise FaultyCall(expected if seen else unclosed, at)
             name, body = opening[1].strip(), opening.end()
-            is_text = types.may_be_text(name)
-            if is_text and name in arguments:
+            if not types.may_be_text(name):
+                stop = self._find_end_of_plain(scan, name, body)
+            elif name not in arguments:
+                stop = self._find_end_of_text(scan, name, body, types)
+            else:
                 raise FaultyCall(f"the parameter {name!r} is given twice", body, is_in_value=True)
-            stop = self._find_end_of_value(scan, name, body, types if is_text else None)
-            arguments[name] = types.convert(name, self._trim(scan.text[body:stop]))
+            arguments[name] = types.convert(name, self.trim(scan.text[body:stop]))
             at = stop + len(self.end_parameter)
         return arguments, at + len(self.end_call)
 
-    def find_closing(self, scan: TurnScan, fault: FaultyCall) -> int | None:
-        """Where a call with a fault ends, with all that its value quotes; None: at the next tag."""
-        stop = scan.nesting(self.nested).find_stop(fault.at)
-        if stop is not None or not fault.is_in_value:
+    def _find_end_of_plain(self, scan: TurnScan, name: str, body: int) -> int:
+        """Where a value that is no text ends: no other tag may stand in it."""
+        stop = scan.find("<", body)
+        if scan.text.startswith(self.end_parameter, stop):
             return stop
-        ends = self._bare_end.finditer(scan.text, fault.at)
-        return next((end.end() for end in ends if end["bare"] is not None), len(scan.text))
+        raise FaultyCall(f"the parameter {name!r} is not closed by {self.end_parameter}", stop)
 
-    def _find_end_of_value(
-        self, scan: TurnScan, name: str, body: int, types: ArgumentTypes | None
-    ) -> int:
-        """Where the value that begins at `body` ends; with `types` it may be text, tags included."""
+    def _find_end_of_text(self, scan: TurnScan, name: str, body: int, types: ArgumentTypes) -> int:
+        """Where a value ends that may be text, tags included."""
         nesting = scan.nesting(self.nested)
-        end = None if types is None else nesting.find_end(body)
-        if types is not None and end is not None:
-            return self._find_end_of_text(scan, name, body, types, end)
-        tag = self.tag.search(scan.text, body)
-        is_closed = tag is not None and tag[0] == self.end_parameter
-        if tag is not None and is_closed and types is None:
-            return tag.start()
-        reason = f"the parameter {name!r} is not closed by {self.end_parameter}"
-        if types is not None:
-            reason = f"the call is not closed by {self.end_call}" if is_closed else reason
-            raise FaultyCall(reason, body, is_in_value=True)
-        raise FaultyCall(reason, len(scan.text) if tag is None else tag.start())
-
-    def _find_end_of_text(
-        self, scan: TurnScan, name: str, body: int, types: ArgumentTypes, end: int
-    ) -> int:
-        nesting = scan.nesting(self.nested)
+        end = nesting.find_end(body)
+        if end is None:
+            is_closed = scan.text.startswith(self.end_parameter, scan.find("<", body))
+            what = "call" if is_closed else f"parameter {name!r}"
+            tag = self.end_call if is_closed else self.end_parameter
+            raise FaultyCall(f"the {what} is not closed by {tag}", body, is_in_value=True)
         first = nesting.find_before(body) + 1
         depth = nesting.depths[first - 1]
         while nesting.depths[first] >= depth:
             if nesting.kinds[first] == "splits" and nesting.depths[first] == depth:
                 start, _ = nesting.spans[first]
-                following = self.parameter.match(
-                    scan.text, scan.skip_space(start + len(self.end_parameter))
-                )
+                at = scan.skip_space(start + len(self.end_parameter))
+                following = self._parameter.match(scan.text, at)
                 if following is not None and types.declares(following[1].strip()):
                     return start
             first += 1
@@ -146,7 +175,7 @@ class CallMarkup:
         return nesting.spans[end][0]
 
 
-def skip_json(scan: TurnScan, at: int) -> int:
+def _skip_json(scan: TurnScan, at: int) -> int:
     """After the JSON that begins at `at`, which may quote tags; `at` where there is none."""
     try:
         return read_json(scan.text, scan.skip_space(at))[1]
@@ -154,76 +183,19 @@ def skip_json(scan: TurnScan, at: int) -> int:
         return at
 
 
-def trim_own_lines(value: str) -> str:
-    """`value` without its outer line breaks where it stands on lines of its own."""
-    on_own_lines = len(value) > 1 and value[0] == value[-1] == "\n"
-    return value[1:-1] if on_own_lines else value
+class FunctionTagParser(MarkupParser):
+    """``<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>``."""
 
+    call = r"<function=(?P<name>[^<>\n]*)>"
+    example = "<function=NAME>"
+    end_call = "</function>"
+    parameter = r"<parameter=([^<>\n]+)>"
+    end_parameter = "</parameter>"
 
-#: The beginning of a tag with which the text ends.
-_CUT = re.compile(r"</?[a-z]+(?:=[^<>\n]*)?\Z")
-
-
-class FunctionTagParser(TaggedParser):
-    """``<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>``.
-
-    The tags of the block may be missing around a function, as models at times leave them out;
-    ``</function>`` and each ``</parameter>`` may not. A tag that no call follows is content.
-    """
-
-    block: ClassVar[str]
-    _markup: ClassVar[CallMarkup]
-    _next: ClassVar[re.Pattern[str]]
-
-    def __init_subclass__(cls) -> None:
-        begin, end = f"<{cls.block}>", f"</{cls.block}>"
-        cls.opening = rf"(?:{begin}\s*)?<function=(?P<name>[^<>\n]*)>|{begin}|<function="
-        cls._next = re.compile(rf"{begin}|{end}|<function=")
-        cls._markup = CallMarkup(
-            call=r"<function=[^<>\n]*>",
-            parameter=r"<parameter=([^<>\n]+)>",
-            end_parameter="</parameter>",
-            end_call="</function>",
-            tag=rf"{begin}|{end}|</?(?:function|parameter)(?:=|>)",
-            trim=lambda value: value.removeprefix("\n").removesuffix("\n"),
-            block=(begin, end),
-        )
-        super().__init_subclass__()
-
-    def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
-        at = scan.skip_space(opening.end())
-        is_block = opening[0].startswith(f"<{self.block}>")
-        is_spaced = at > opening.end() and "\n" not in scan.text[opening.end() : at]
-        if opening["name"] is None:
-            if not is_block:
-                return False
-            if scan.text.startswith("<function=", at) or _CUT.match(scan.text, at) is not None:
-                return not is_spaced or scan.is_at_line_start
-            return scan.is_meant(opening.end(), f"</{self.block}>")
-        if scan.nesting(self._markup.nested).find_end(opening.end()) is not None:
-            return True
-        is_begun = scan.text.startswith(("<parameter=", "</function>"), at)
-        is_code = scan.is_in_fence or scan.text.endswith("`", 0, opening.start())
-        if is_code and not is_block and scan.text.startswith("</function>", at):
-            return False
-        is_cut = at == len(scan.text) or _CUT.match(scan.text, at) is not None
-        if is_begun or (is_block and (is_cut or self._markup.tag.match(scan.text, at) is not None)):
-            return not is_spaced or scan.is_at_line_start
-        return False
-
-    def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        name = (opening["name"] or "").strip().strip("\"'").strip()
-        if not name:
-            raise FaultyCall("expected <function=NAME>", skip_json(scan, opening.end()))
-        arguments, stop = self._markup.read(scan, opening.end(), name)
-        stop = scan.skip_tag(f"</{self.block}>", stop)
-        return scan.add_call(opening.start(), stop, name, arguments)
-
-    def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
-        end_block, stop = f"</{self.block}>", self._markup.find_closing(scan, fault)
-        if stop is not None:
-            return scan.skip_tag(end_block, stop)
-        return scan.find_next(max(fault.at, opening.start() + 1), self._next, end_block)
+    @staticmethod
+    def trim(value: str) -> str:
+        """`value` without the line break that opens it and the one that closes it."""
+        return value.removeprefix("\n").removesuffix("\n")
 
 
 @register_tool_parser("qwen3_coder")
@@ -231,7 +203,7 @@ class Qwen3CoderParser(FunctionTagParser):
     """The format of Qwen3-Coder."""
 
     stop_tokens = ("<|im_end|>",)
-    block = "tool_call"
+    block = ("<tool_call>", "</tool_call>")
 
 
 @register_tool_parser("seed_oss")
@@ -240,11 +212,24 @@ class SeedOssParser(FunctionTagParser):
 
     stop_tokens = ("<seed:eos>",)
     reasoning_tags = (("<seed:think>", "</seed:think>"), ("<think>", "</think>"))
-    block = "seed:tool_call"
+    block = ("<seed:tool_call>", "</seed:tool_call>")
+
+
+@register_tool_parser("minimax_m2")
+class MiniMaxM2Parser(MarkupParser):
+    """MiniMax M2: ``<minimax:tool_call><invoke name="f"><parameter name="x">1</parameter>…``."""
+
+    stop_tokens = ("[e~[",)
+    block = ("<minimax:tool_call>", "</minimax:tool_call>")
+    call = r"<invoke name=[\"']?(?P<name>[^\"'<>\n]*)[\"']?>"
+    example = '<invoke name="NAME">'
+    end_call = "</invoke>"
+    parameter = r"<parameter name=[\"']?([^\"'<>\n]+)[\"']?>"
+    end_parameter = "</parameter>"
 
 
 @register_tool_parser("glm4")
-class Glm4Parser(TaggedParser):
+class Glm4Parser(MarkupParser):
     """GLM-4.5 and later: ``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>…``.
 
     With and without line breaks between the tags (4.5 and 4.6 write them, 4.7 does not). A value
@@ -253,41 +238,30 @@ class Glm4Parser(TaggedParser):
     """
 
     stop_tokens = ("<|user|>", "<|observation|>", "<|endoftext|>")
-    opening, _end = r"<tool_call>(?=(?P<name>[^<]*))", "</tool_call>"
-    _name = re.compile(r"(?!\.\.\.|…)[^\s{}\"']+")
-    _next = re.compile(r"</?tool_call>")
-    _markup = CallMarkup(
-        call=r"<tool_call>[^<]*",
-        parameter=r"<arg_key>([^<>]+)</arg_key>\s*<arg_value>",
-        end_parameter="</arg_value>",
-        end_call="</tool_call>",
-        tag=r"</?(?:tool_call|arg_key|arg_value)>",
-        trim=trim_own_lines,
-        untyped_as_json=True,
-    )
+    call = r"<tool_call>(?P<name>[^<]*)"
+    example = "the name of a function"
+    end_call = "</tool_call>"
+    parameter = r"<arg_key>([^<>]+)</arg_key>\s*<arg_value>"
+    end_parameter = "</arg_value>"
+    untyped_as_json = True
+    _name = re.compile(r"\s*(?!\.\.\.|…)[^\s{}\"']+\s*")
 
     def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
-        name, stop = opening["name"].strip(), opening.end("name")
-        if scan.is_meant(opening.end(), self._end):
+        name, stop = opening["name"], opening.end()
+        if scan.is_meant(opening.start("name"), self.end_call):
             return True
         if self._name.fullmatch(name) is None:
-            return scan.nesting(self._markup.nested).find_end(stop) is not None
+            return scan.nesting(self.nested).find_end(stop) is not None
         if scan.text.startswith("<arg_key>", stop):
             return True
-        is_tight = scan.text.startswith(name, opening.end())
-        if scan.text.startswith(self._end, stop):
-            return name in scan.tool_names or (is_tight and not scan.tool_names)
+        is_tight = not name[0].isspace()
+        if scan.text.startswith(self.end_call, stop):
+            return name.strip() in scan.tool_names or (is_tight and not scan.tool_names)
         is_cut = stop == len(scan.text) or scan.text.startswith("<tool_call>", stop)
         return is_cut and is_tight and scan.is_at_line_start
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        name = opening["name"].strip()
-        if self._name.fullmatch(name) is None:
-            raise FaultyCall("expected the name of a function", skip_json(scan, opening.end()))
-        arguments, stop = self._markup.read(scan, opening.end("name"), name)
-        return scan.add_call(opening.start(), stop, name, arguments)
-
-    def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
-        stop = self._markup.find_closing(scan, fault)
-        at = max(fault.at, opening.start() + 1)
-        return scan.find_next(at, self._next, self._end) if stop is None else stop
+        if self._name.fullmatch(opening["name"]) is None:
+            at = _skip_json(scan, opening.start("name"))
+            raise FaultyCall(f"expected {self.example}", at)
+        return super().read_call(scan, opening)

@@ -20,6 +20,8 @@ MAX_VALUES = 50_000
 _NAME = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 _CALL = re.compile(rf"\s*({_NAME})\s*(?=\()", re.ASCII)
 _PRINT = re.compile(rf"\s*print\(\s*(?={_NAME}\s*\()", re.ASCII)
+_END_OF_PRINT = re.compile(r"\s*\)(?:\s*;)?")
+_END_OF_CALL = re.compile(r"(?:\s*;)?")
 _KEYWORD = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(?!=)", re.ASCII)
 #: A string; group 1 is its prefix, the last one its body.
 STRING = (
@@ -36,9 +38,9 @@ _PART = re.compile(
     rf"(?:{STRING}|[=:+-]|\s++|[\w.]++(?!\s+[\w.]))*+(?P<sign>[\[\](){{}},])?", re.DOTALL
 )
 _ESCAPE = re.compile(
-    r"\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(\n|[\\'\"abfnrtv]))"
+    r"\\(?:[0-3]?[0-7]{1,2}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4}"
+    r"|[\n\\'\"abfnrtv])"
 )
-_ESCAPED = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\n": ""}
 _CONSTANTS = {"true": "True", "false": "False", "null": "None"}
 _ENDS = {"[": "]", "(": ")", "{": "}"}
 
@@ -113,14 +115,10 @@ def read_statement(text: str, at: int) -> tuple[list[PythonCall], int]:
         return read_call_list(text, at)
     printed = _PRINT.match(text, at)
     call = read_call(text, at if printed is None else printed.end())
-    stop = call.stop
-    if printed is not None:
-        stop = skip_space(text, stop)
-        if not text.startswith(")", stop):
-            raise make_fault("expected ) after print", text, stop)
-        stop += 1
-    after = skip_space(text, stop)
-    return [call], after + 1 if text.startswith(";", after) else stop
+    end = (_END_OF_CALL if printed is None else _END_OF_PRINT).match(text, call.stop)
+    if end is None:
+        raise make_fault("expected ) after print", text, skip_space(text, call.stop))
+    return [call], end.end()
 
 
 def read_literal(text: str) -> Any:
@@ -140,7 +138,7 @@ def read_literal(text: str) -> Any:
 
 def unescape(body: str) -> str:
     """What stands between quotes in Python; escapes that it does not know stay as they are."""
-    return _ESCAPE.sub(_character, body) if "\\" in body else body
+    return _ESCAPE.sub(lambda escape: escape[0].encode().decode("unicode_escape"), body)
 
 
 def _split(text: str, at: int) -> tuple[list[tuple[int, int]], int]:
@@ -176,14 +174,6 @@ def _rewrite(found: re.Match[str]) -> str:
         return _CONSTANTS[found["constant"]]
     body = found[found.lastindex or 0] or ""
     return repr(body if found[2] in ("r", "R") else unescape(body))
-
-
-def _character(escape: re.Match[str]) -> str:
-    octal, *hexadecimal, sign = escape.groups()
-    if sign is not None:
-        return _ESCAPED.get(sign, sign)
-    code = int(octal, 8) if octal else int(next(digits for digits in hexadecimal if digits), 16)
-    return chr(code) if code <= 0x10FFFF else escape[0]
 
 
 def _as_json(value: object, depth: int = 0) -> Any:

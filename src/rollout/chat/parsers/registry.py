@@ -15,27 +15,10 @@ if TYPE_CHECKING:
 
 #: Tokens with which models end a turn.
 END_TOKENS = (
-    "<|im_end|>",
-    "<|endoftext|>",
-    "</s>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|end_of_text|>",
-    "<|eot|>",
-    "<|eom|>",
-    "<|end|>",
-    "<|return|>",
-    "<|call|>",
-    "<|user|>",
-    "<|observation|>",
-    "<end_of_turn>",
-    "<turn|>",
-    "<|tool_response>",
-    "<start_function_response>",
-    "<eos>",
-    "<seed:eos>",
-    "[e~[",
-    "[EOS]",
+    *("<|im_end|>", "<|endoftext|>", "</s>", "<eos>", "<seed:eos>", "[e~[", "[EOS]"),
+    *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|eot|>", "<|eom|>"),
+    *("<|end|>", "<|return|>", "<|call|>", "<|user|>", "<|observation|>"),
+    *("<end_of_turn>", "<turn|>", "<|tool_response>", "<start_function_response>"),
     "<｜end▁of▁sentence｜>",
 )
 

@@ -136,21 +136,14 @@ class TurnScan:
         return skip_space(self.text, at)
 
     def skip_tag(self, tag: str, at: int) -> int:
-        """The position after `tag` where it stands next, white space aside; else `at`."""
+        """The position after `tag`, if any, where it stands next, white space aside; else `at`."""
         follower = self.skip_space(at)
-        return follower + len(tag) if self.text.startswith(tag, follower) else at
+        return follower + len(tag) if tag and self.text.startswith(tag, follower) else at
 
     def find(self, tag: str, at: int) -> int:
         """Where `tag` stands next, or the end of the text."""
         found = self.text.find(tag, at)
         return len(self.text) if found < 0 else found
-
-    def find_next(self, at: int, tags: re.Pattern[str], end: str) -> int:
-        """Where the next of `tags` stands, past it where it is `end`, or the end of the text."""
-        tag = tags.search(self.text, at)
-        if tag is None:
-            return len(self.text)
-        return tag.end() if tag[0] == end else tag.start()
 
     @cached_property
     def tool_names(self) -> frozenset[str]:
