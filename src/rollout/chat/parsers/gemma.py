@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from rollout.chat.parsers.json_calls import MAX_DEPTH, FaultyCall, read_number, skip_space
 from rollout.chat.parsers.json_formats import OBJECT, read_objects
@@ -18,16 +18,12 @@ from rollout.chat.parsers.python_calls import (
 )
 from rollout.chat.parsers.pythonic import CALL_LIST, add_call_list
 from rollout.chat.parsers.registry import register_tool_parser
-from rollout.chat.parsers.scan import TaggedParser
-
-if TYPE_CHECKING:
-    from rollout.chat.parsers.scan import TurnScan
+from rollout.chat.parsers.scan import TaggedParser, TurnScan
 
 _FENCE = "```"
 _LINE_END = re.compile(r"[ \t]*\n")
 #: What opens and closes calls.
 _ENDS = {"<|tool_call>": "<tool_call|>", "<start_function_call>": "<end_function_call>"}
-_TAG = re.compile("|".join(map(re.escape, (*_ENDS, *_ENDS.values()))))
 _NESTED = {
     opening: re.compile(rf"(?P<opens>{re.escape(opening)}\s*call:)|(?P<closes>{re.escape(end)})")
     for opening, end in _ENDS.items()
@@ -82,18 +78,18 @@ class GemmaParser(TaggedParser):
             return _read_fence(scan, opening.end())
         reader, end = GemmaReader(scan.text, opening.end()), _ENDS[opening[0]]
         name, arguments = reader.read_call()
-        if reader.take(end):
-            return scan.add_call(opening.start(), reader.at, name, arguments)
-        fault = make_fault(f"the call is not closed by {end}", scan.text, reader.at)
-        tag = _TAG.match(scan.text, reader.at)
-        if tag is None:
+        if not reader.take(end):
+            fault = make_fault(f"the call is not closed by {end}", scan.text, reader.at)
+            fault.is_open = not scan.text.startswith(opening[0], reader.at)
             raise fault
-        stop = tag.start() if tag[0] in _ENDS else tag.end()
-        return scan.add_invalid(opening.start(), stop, str(fault))
+        return scan.add_call(opening.start(), reader.at, name, arguments)
 
     def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
-        nested = _NESTED_FENCE if opening["fence"] is not None else _NESTED[opening[0]]
-        stop = scan.nesting(nested).find_stop(opening.end())
+        if opening[0] not in _ENDS and opening["fence"] is None:
+            return len(scan.text)
+        if not fault.is_open:
+            return fault.at
+        stop = scan.nesting(_NESTED.get(opening[0], _NESTED_FENCE)).find_stop(opening.end())
         return len(scan.text) if stop is None else stop
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rollout.chat.parsers.json_calls import (
@@ -73,7 +74,7 @@ class GptOssParser:
     ) -> ParsedTurn:
         """See `ToolParser.parse`; `in_reasoning`: the prompt ended inside an analysis message."""
         scan, at = TurnScan(text, tools), 0
-        try:
+        with suppress(TooManyCalls):
             if in_reasoning:
                 at = _read_message(scan, 0, 0, "<|channel|>analysis")
             elif _FIRST.match(text) is None:
@@ -83,8 +84,6 @@ class GptOssParser:
                     break
                 at = _read_next(scan, at)
             scan.add_content(at, len(text))
-        except TooManyCalls as error:
-            scan.refuse_calls(error)
         return scan.build_turn("\n")
 
 

@@ -26,16 +26,16 @@ class FaultyCall(ValueError):
 
     Attributes:
         at: Where.
-        is_in_value: Whether a value is open there, so that what follows may be quoted in it.
+        is_open: Whether a value may be open there, so that what follows may be quoted in it.
         is_cut: Whether a string of its JSON reaches to the end of the text.
     """
 
     def __init__(
-        self, reason: str, at: int = 0, *, is_in_value: bool = False, is_cut: bool = False
+        self, reason: str, at: int = 0, *, is_open: bool = True, is_cut: bool = False
     ) -> None:
         super().__init__(reason)
         self.at = at
-        self.is_in_value = is_in_value
+        self.is_open = is_open
         self.is_cut = is_cut
 
 

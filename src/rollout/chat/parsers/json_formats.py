@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from rollout.chat.parsers.json_calls import (
     GAP,
@@ -16,10 +16,7 @@ from rollout.chat.parsers.json_calls import (
 )
 from rollout.chat.parsers.python_calls import read_keywords
 from rollout.chat.parsers.registry import register_tool_parser
-from rollout.chat.parsers.scan import TaggedParser
-
-if TYPE_CHECKING:
-    from rollout.chat.parsers.scan import TurnScan
+from rollout.chat.parsers.scan import TaggedParser, TurnScan
 
 
 @register_tool_parser("hermes")
@@ -38,24 +35,21 @@ class HermesParser(TaggedParser):
         return is_twice or scan.is_meant(opening.end(), self._end)
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        start, body = opening.start(), scan.skip_space(opening.end())
-        unclosed = f"the call is not closed by {self._end}"
-        at = body
+        at = body = scan.skip_space(opening.end())
         try:
             value, stop = read_json(scan.text, body)
             at = scan.skip_space(stop)
-            if scan.text.startswith(self.opening, at):
-                end = scan.nesting(self.nested).find_stop(body)  # else the next is no part of it
-                return scan.add_invalid(start, stop if end is None else end, unclosed)
             if not scan.text.startswith(self._end, at):
                 raise FaultyCall("malformed JSON: more text follows the call")
             name, arguments, _ = read_call_object(value)
         except FaultyCall as fault:
             fault.at = at
-            if scan.text.find(self._end, at) >= 0:
+            is_open = at == body or not scan.text.startswith(self.opening, at)
+            if is_open and scan.text.find(self._end, at) >= 0:
                 raise
-            raise FaultyCall(unclosed, at) from None
-        return scan.add_call(start, at + len(self._end), name, arguments)
+            unclosed = f"the call is not closed by {self._end}"
+            raise FaultyCall(unclosed, at, is_open=is_open) from None
+        return scan.add_call(opening.start(), at + len(self._end), name, arguments)
 
 
 _MARK = r"\[TOOL_CALLS\]"
@@ -104,7 +98,7 @@ class MistralParser(TaggedParser):
         try:
             while at < end and not scan.text.startswith("]", at):
                 value, stop = read_json(scan.text, at)
-                scan.add_json_call(start, stop, value, has_id=True)
+                scan.add_json_call(start, stop, value)
                 start = follower = scan.skip_space(stop)
                 if follower < end and scan.text[follower] not in ",]":
                     raise FaultyCall("expected , or ] after a call", follower)
@@ -243,8 +237,9 @@ class SectionParser(TaggedParser):
         if opening[0] in (end, self.end_call):
             return scan.follows_call(opening.start())
         if opening[0] == self.call:
-            is_begun = self._begun.match(scan.text, opening.start()) is not None
-            return is_begun or scan.follows_call(opening.start())
+            if self._begun.match(scan.text, opening.start()) is not None:
+                return True
+            return scan.follows_call(opening.start()) and not scan.has_ended(end)
         at = scan.skip_space(opening.end())
         if scan.text.startswith(self.call, at):
             gap = scan.text[opening.end() : at]
@@ -265,36 +260,25 @@ class SectionParser(TaggedParser):
         stop = scan.find(end, at)
         return scan.add_invalid(at, stop, f"expected a call in the section: {seen!r}")
 
-    def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
-        if fault.is_cut:
-            return len(scan.text)
-        tag = self._next.search(scan.text, fault.at)
-        if tag is None or tag.start() > fault.at:
-            stop = scan.nesting(self.nested).find_stop(fault.at)
-            if stop is not None or fault.is_in_value or tag is None:
-                return len(scan.text) if stop is None else stop
-        return tag.end() if tag[0] == self.end_call else tag.start()
-
     def _read_one(self, scan: TurnScan, opening: re.Match[str]) -> int:
         tag = self._next.search(scan.text, opening.end())
         limit = len(scan.text) if tag is None else tag.start()
         split = scan.text.find(self.separator, opening.end(), limit)
         if split < 0:
-            raise FaultyCall(f"expected {self.separator} in the call", limit)
+            raise FaultyCall(f"expected {self.separator} in the call", limit, is_open=False)
         head = scan.text[opening.end() : split].strip()
         name, call_id, body = self.read_head(scan, head, split + len(self.separator))
         try:
             value, stop = read_json(scan.text, scan.skip_space(body))
             arguments = read_arguments(value)
         except FaultyCall as error:
-            error.at, error.is_in_value = body, True
+            error.at = body
             raise
         stop = scan.skip_space(scan.skip_tag("```", stop))
         if not scan.text.startswith(self.end_call, stop):
-            raise FaultyCall(f"the call is not closed by {self.end_call}", stop, is_in_value=True)
-        return scan.add_call(
-            opening.start(), stop + len(self.end_call), name, arguments, call_id=call_id
-        )
+            reason = f"the call is not closed by {self.end_call}"
+            raise FaultyCall(reason, stop, is_open=False)
+        return scan.add_call(opening.start(), stop + len(self.end_call), name, arguments, call_id)
 
     @abstractmethod
     def read_head(self, scan: TurnScan, head: str, body: int) -> tuple[str, str | None, int]:

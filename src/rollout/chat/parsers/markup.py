@@ -6,32 +6,29 @@ Values have no types of their own; the tool's schema gives them (see `argument_t
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from rollout.chat.parsers.argument_types import ArgumentTypes
 from rollout.chat.parsers.json_calls import FaultyCall, read_json
 from rollout.chat.parsers.registry import register_tool_parser
-from rollout.chat.parsers.scan import TaggedParser
-
-if TYPE_CHECKING:
-    from rollout.chat.parsers.scan import TurnScan
-
-#: A tag with which the text ends before it is closed.
-_CUT = re.compile(r"\s*</?[a-z][^<>\n]*\Z")
+from rollout.chat.parsers.scan import TaggedParser, TurnScan
 
 
 class MarkupParser(TaggedParser):
     """Calls are a tag that names the function, parameters between tags, and an end tag.
 
-    The tags of a block may be missing around a call, as models at times leave them out; the end
-    tags of a call and of each parameter may not. A tag that no call follows is content.
+    The tags of a block may be missing around a call, as models at times leave them out, unless the
+    format needs them; the end tags of a call and of each parameter may not. A tag that no call
+    follows is content.
 
     A value that may be text ends at the last end tag before the next parameter of the schema, or
     before the end of the call: what it quotes, calls of its own format included, is part of it.
 
     Attributes:
         block: What opens and closes a block of calls; empty where there is none.
+        needs_block: Whether a call outside a block is text, as one of another model may be.
         call: Regular expression of what opens a call; the group ``name`` names the function.
+        name: What is the name of a function.
         example: What opens a call, for the reason of an invalid one.
         end_call: Closes the call.
         parameter: Regular expression of what opens a parameter; group 1 is its name.
@@ -40,7 +37,9 @@ class MarkupParser(TaggedParser):
     """
 
     block: ClassVar[tuple[str, str]] = ("", "")
+    needs_block: ClassVar[bool] = False
     call: ClassVar[str]
+    name: ClassVar[re.Pattern[str]] = re.compile(r"[^<>]*[^\s<>\"'][^<>]*")
     example: ClassVar[str]
     end_call: ClassVar[str]
     parameter: ClassVar[str]
@@ -78,32 +77,43 @@ class MarkupParser(TaggedParser):
         return value[1:-1] if on_own_lines else value
 
     def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
-        at, is_block = opening.end(), opening[0].startswith(self.block[0])
-        if scan.nesting(self.nested).find_end(at) is not None and opening["name"] is not None:
-            return True
+        text, at, is_block = scan.text, opening.end(), opening[0].startswith(self.block[0])
         follower = scan.skip_space(at)
-        if at < follower and "\n" not in scan.text[at:follower] and not scan.is_at_line_start:
-            return False
+        is_spaced = at < follower and "\n" not in text[at:follower]
         if opening["name"] is None:
-            return _CUT.match(scan.text, at) is not None or scan.is_meant(at, self.block[1])
-        if is_block and scan.text[follower : follower + 1] in ("", "<"):
+            head = self.example.partition("NAME")[0].rstrip('"')
+            begun = text[follower : follower + len(head)]
+            is_begun = not is_spaced and begun != "" and head.startswith(begun)
+            following = self._next.search(text, at) if self.needs_block else None
+            is_lost = following is not None and self.nested.match(text, following.start())
+            return is_begun or bool(is_lost) or scan.is_meant(at, self.block[1])
+        if self.needs_block and not is_block:
+            is_in_block = scan.end_of_call >= 0 and not scan.has_ended(self.block[1])
+            is_begun = self.nested.match(text, opening.start()) is not None
+            return is_in_block and (is_begun or scan.follows_call(opening.start()))
+        if scan.nesting(self.nested).find_end(at) is not None:
             return True
-        if scan.text.startswith(self.end_call, follower):
-            return not (scan.is_in_fence or scan.text.endswith("`", 0, opening.start()))
-        is_parameter = self._parameter.match(scan.text, follower) is not None
+        if is_spaced and not scan.is_at_line_start:
+            return False
+        if is_block and (self.needs_block or text[follower : follower + 1] in ("", "<")):
+            return True
+        if text.startswith(self.end_call, follower):
+            return not (scan.is_in_fence or text.endswith("`", 0, opening.start()))
+        is_parameter = self._parameter.match(text, follower) is not None
         return is_parameter or (is_block and scan.is_meant(at, self.end_call))
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        name = (opening["name"] or "").strip().strip("\"'").strip()
-        if not name:
-            raise FaultyCall(f"expected {self.example}", _skip_json(scan, opening.end()))
+        if opening["name"] is None or self.name.fullmatch(opening["name"]) is None:
+            at = opening.end() if opening["name"] is None else opening.start("name")
+            raise FaultyCall(f"expected {self.example}", _skip_json(scan, at), is_open=False)
+        name = opening["name"].strip().strip("\"'").strip()
         arguments, stop = self._read_parameters(scan, opening.end(), name)
         stop = scan.skip_tag(self.block[1], stop)
         return scan.add_call(opening.start(), stop, name, arguments)
 
     def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
         stop = scan.nesting(self.nested).find_stop(fault.at)
-        if stop is None and fault.is_in_value:
+        if stop is None and fault.is_open:
             ends = self._bare_end.finditer(scan.text, fault.at)
             stop = next((end.end() for end in ends if end["bare"] is not None), len(scan.text))
         if stop is None:
@@ -131,14 +141,14 @@ class MarkupParser(TaggedParser):
                 seen = scan.text[at : at + 20]
                 expected = f"expected a parameter or {self.end_call}: {seen!r}"
                 unclosed = f"the call is not closed by {self.end_call}"
-                raise FaultyCall(expected if seen else unclosed, at)
+                raise FaultyCall(expected if seen else unclosed, at, is_open=False)
             name, body = opening[1].strip(), opening.end()
             if not types.may_be_text(name):
                 stop = self._find_end_of_plain(scan, name, body)
             elif name not in arguments:
                 stop = self._find_end_of_text(scan, name, body, types)
             else:
-                raise FaultyCall(f"the parameter {name!r} is given twice", body, is_in_value=True)
+                raise FaultyCall(f"the parameter {name!r} is given twice", body)
             arguments[name] = types.convert(name, self.trim(scan.text[body:stop]))
             at = stop + len(self.end_parameter)
         return arguments, at + len(self.end_call)
@@ -148,7 +158,8 @@ class MarkupParser(TaggedParser):
         stop = scan.find("<", body)
         if scan.text.startswith(self.end_parameter, stop):
             return stop
-        raise FaultyCall(f"the parameter {name!r} is not closed by {self.end_parameter}", stop)
+        reason = f"the parameter {name!r} is not closed by {self.end_parameter}"
+        raise FaultyCall(reason, stop, is_open=False)
 
     def _find_end_of_text(self, scan: TurnScan, name: str, body: int, types: ArgumentTypes) -> int:
         """Where a value ends that may be text, tags included."""
@@ -158,7 +169,7 @@ class MarkupParser(TaggedParser):
             is_closed = scan.text.startswith(self.end_parameter, scan.find("<", body))
             what = "call" if is_closed else f"parameter {name!r}"
             tag = self.end_call if is_closed else self.end_parameter
-            raise FaultyCall(f"the {what} is not closed by {tag}", body, is_in_value=True)
+            raise FaultyCall(f"the {what} is not closed by {tag}", body)
         first = nesting.find_before(body) + 1
         depth = nesting.depths[first - 1]
         while nesting.depths[first] >= depth:
@@ -171,7 +182,7 @@ class MarkupParser(TaggedParser):
             first += 1
         if any(kind != "closes" for kind in nesting.kinds[first:end]):
             reason = f"{self.end_call} stands in the parameter {name!r}, or several calls are mixed"
-            raise FaultyCall(reason, body, is_in_value=True)
+            raise FaultyCall(reason, body)
         return nesting.spans[end][0]
 
 
@@ -221,6 +232,7 @@ class MiniMaxM2Parser(MarkupParser):
 
     stop_tokens = ("[e~[",)
     block = ("<minimax:tool_call>", "</minimax:tool_call>")
+    needs_block = True
     call = r"<invoke name=[\"']?(?P<name>[^\"'<>\n]*)[\"']?>"
     example = '<invoke name="NAME">'
     end_call = "</invoke>"
@@ -244,13 +256,13 @@ class Glm4Parser(MarkupParser):
     parameter = r"<arg_key>([^<>]+)</arg_key>\s*<arg_value>"
     end_parameter = "</arg_value>"
     untyped_as_json = True
-    _name = re.compile(r"\s*(?!\.\.\.|…)[^\s{}\"']+\s*")
+    name = re.compile(r"\s*(?!\.\.\.|…)[^\s{}\"']+\s*")
 
     def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
         name, stop = opening["name"], opening.end()
         if scan.is_meant(opening.start("name"), self.end_call):
             return True
-        if self._name.fullmatch(name) is None:
+        if self.name.fullmatch(name) is None:
             return scan.nesting(self.nested).find_end(stop) is not None
         if scan.text.startswith("<arg_key>", stop):
             return True
@@ -259,9 +271,3 @@ class Glm4Parser(MarkupParser):
             return name.strip() in scan.tool_names or (is_tight and not scan.tool_names)
         is_cut = stop == len(scan.text) or scan.text.startswith("<tool_call>", stop)
         return is_cut and is_tight and scan.is_at_line_start
-
-    def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        if self._name.fullmatch(opening["name"]) is None:
-            at = _skip_json(scan, opening.start("name"))
-            raise FaultyCall(f"expected {self.example}", at)
-        return super().read_call(scan, opening)

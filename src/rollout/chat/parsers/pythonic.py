@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from rollout.chat.parsers.json_calls import FaultyCall
 from rollout.chat.parsers.python_calls import read_call_list
 from rollout.chat.parsers.registry import register_tool_parser
-from rollout.chat.parsers.scan import TaggedParser
-
-if TYPE_CHECKING:
-    from rollout.chat.parsers.scan import TurnScan
+from rollout.chat.parsers.scan import TaggedParser, TurnScan
 
 #: What a list of calls begins with: the first function's name, and whether the rest is no sentence:
 #: its arguments have names, or it has none and the list continues as one.
@@ -23,9 +19,6 @@ _LIST = re.compile(CALL_LIST)
 #: Dots stand for arguments where a list is spoken of.
 _DOTS = re.compile(r"\[\s*[\w.]+\(\s*(?:\.\.\.|…)")
 _START, _END = "<|python_start|>", "<|python_end|>"
-_NESTED = re.compile(
-    rf"(?P<opens>{re.escape(_START)}\s*\[\s*[A-Za-z_][\w.]*\s*\()|(?P<closes>{re.escape(_END)})"
-)
 
 
 @register_tool_parser("pythonic")
@@ -39,6 +32,9 @@ class PythonicParser(TaggedParser):
 
     stop_tokens = ("<|eot|>", "<|eom|>", "<|eot_id|>", "<|eom_id|>")
     opening = rf"<\|python_(?:start|end)\|>|{CALL_LIST}"
+    nested = re.compile(
+        rf"(?P<opens>{re.escape(_START)}\s*\[\s*[A-Za-z_][\w.]*\s*\()|(?P<closes>{re.escape(_END)})"
+    )
 
     def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
         if opening[0] == _END:
@@ -53,8 +49,11 @@ class PythonicParser(TaggedParser):
             return add_call_list(scan, opening)
         first = _LIST.search(scan.text, opening.end())
         assert first is not None
-        scan.add_content(opening.end(), first.start())
         return add_call_list(scan, first, is_marked=True)
+
+    def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
+        fault.at = opening.end()
+        return super().find_end(scan, opening, fault) if opening[0] == _START else len(scan.text)
 
 
 def add_call_list(scan: TurnScan, opening: re.Match[str], *, is_marked: bool = False) -> int:
@@ -67,11 +66,9 @@ def add_call_list(scan: TurnScan, opening: re.Match[str], *, is_marked: bool = F
     try:
         calls, stop = read_call_list(scan.text, start)
     except FaultyCall as fault:
-        if not is_meant or _DOTS.match(scan.text, start) is not None:
-            return scan.add_content(start, max(fault.at, opening.end()))
-        end = scan.nesting(_NESTED).find_end(start) if is_marked else None
-        stop = len(scan.text) if end is None else scan.nesting(_NESTED).spans[end][0]
-        return scan.add_invalid(start, stop, str(fault))
+        if is_meant and _DOTS.match(scan.text, start) is None:
+            raise
+        return scan.add_content(start, max(fault.at, opening.end()))
     for call in calls:
         scan.add_call(call.start, call.stop, call.name, call.arguments)
     return scan.end_call(stop)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,7 +17,7 @@ from rollout.chat.parsers.argument_types import function_name
 from rollout.chat.parsers.json_calls import FaultyCall, read_call_object, skip_space
 from rollout.chat.parsers.registry import ParsedTurn, strip_stop
 from rollout.types import InvalidToolCall, ToolCall
-from rollout.utf8 import encodable, is_encodable, unencodable_text
+from rollout.utf8 import encodable, is_name, unencodable_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -84,10 +85,7 @@ class Nesting:
 
 
 class TooManyCalls(Exception):
-    """The call that begins at `at` is one too many."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
+    """The turn has one call too many: what it holds now is one invalid call over all from there."""
 
 
 class TurnScan:
@@ -105,12 +103,11 @@ class TurnScan:
         self._pieces: list[tuple[str, bool]] = []
         self._last = ""  # piece of content
         self._fences = 0
-        self._end_of_call = -1
+        self.end_of_call = -1
         self._nestings: dict[str, Nesting] = {}
         self._reasoning: list[str] = []
         self._calls: list[ToolCall | InvalidToolCall] = []
         self._ids: set[str] = set()
-        self._number = 0  # of the next call that the model gave no id; it may be higher
 
     def build_turn(self, separator: str = "") -> ParsedTurn:
         """The result, with pieces of content joined by `separator`."""
@@ -167,11 +164,15 @@ class TurnScan:
 
     def follows_call(self, at: int) -> bool:
         """Whether a call, or what closes it, stands right before `at`, white space aside."""
-        return self._end_of_call >= 0 and self.skip_space(self._end_of_call) == at
+        return self.end_of_call >= 0 and self.skip_space(self.end_of_call) == at
+
+    def has_ended(self, tag: str) -> bool:
+        """Whether `tag` ends the last call, or what belongs to it."""
+        return self.text.endswith(tag, 0, self.end_of_call)
 
     def end_call(self, at: int) -> int:
         """Let what ends at `at` belong to the call before it; return `at`."""
-        self._end_of_call = at
+        self.end_of_call = at
         return at
 
     def is_meant(self, at: int, end: str) -> bool:
@@ -221,12 +222,11 @@ class TurnScan:
             half = unencodable_text([name, arguments])
             if half is not None:
                 return self.add_invalid(start, stop, f"half of a character in {half!r:.80}")
-        is_id = isinstance(call_id, str) and bool(call_id.strip()) and is_encodable(call_id)
-        if not isinstance(call_id, str) or not is_id or call_id in self._ids:
-            self._number = max(self._number, len(self._calls))
-            while f"call_{self._number}" in self._ids:  # the model gave it to another
-                self._number += 1
-            call_id = f"call_{self._number}"
+        if not is_name(call_id) or call_id.isspace() or call_id in self._ids:
+            number = len(self._calls)
+            while f"call_{number}" in self._ids:  # the model gave it to another
+                number += 1
+            call_id = f"call_{number}"
         self._ids.add(call_id)
         self._add(start, ToolCall(name=name, arguments=arguments, id=call_id, raw=raw))
         return self.end_call(stop)
@@ -238,33 +238,27 @@ class TurnScan:
         self._pieces.append((raw, False))
         return self.end_call(stop)
 
-    def add_json_call(
-        self, start: int, stop: int, value: object, *keys: str, has_id: bool = False
-    ) -> int:
+    def add_json_call(self, start: int, stop: int, value: object, *keys: str) -> int:
         """Record the call that a JSON value describes, valid or not; return `stop`.
 
         Args:
             start, stop: Of its text.
             value: What the JSON says; `keys` as in `read_call_object`.
-            has_id: Whether its format lets the model give the call an id.
         """
         try:
             name, arguments, call_id = read_call_object(value, *keys)
         except FaultyCall as error:
             return self.add_invalid(start, stop, str(error))
-        return self.add_call(start, stop, name, arguments, call_id if has_id else None)
+        return self.add_call(start, stop, name, arguments, call_id)
 
     def _add(self, start: int, call: ToolCall | InvalidToolCall) -> None:
         if len(self._calls) == MAX_CALLS:
-            raise TooManyCalls(start)
+            reason = f"more than {MAX_CALLS:,} calls in a turn; none is executed"
+            raw = self.text[start:]
+            self._calls = [InvalidToolCall(raw=raw, reason=reason)]
+            self._pieces = [piece for piece in self._pieces if piece[1]] + [(raw, False)]
+            raise TooManyCalls
         self._calls.append(call)
-
-    def refuse_calls(self, error: TooManyCalls) -> None:
-        """Leave one invalid call, over all the text from the call too many on."""
-        reason = f"more than {MAX_CALLS:,} calls in a turn; none is executed"
-        raw = self.text[error.at :]
-        self._calls = [InvalidToolCall(raw=raw, reason=reason)]
-        self._pieces = [piece for piece in self._pieces if piece[1]] + [(raw, False)]
 
 
 class TaggedParser(ABC):
@@ -307,9 +301,12 @@ class TaggedParser(ABC):
         """
 
     def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
-        """Where a faulty call ends, with all that may be quoted in it."""
+        """Where a faulty call ends: with all that may be quoted in it, or before the next tag."""
         stop = None if fault.is_cut else scan.nesting(self.nested).find_stop(fault.at)
-        return len(scan.text) if stop is None else stop
+        if stop is not None:
+            return stop
+        is_before_tag = not fault.is_open and self._tag.match(scan.text, fault.at) is not None
+        return fault.at if is_before_tag else len(scan.text)
 
     def parse(
         self,
@@ -323,10 +320,8 @@ class TaggedParser(ABC):
         if not in_reasoning and self._tag.search(text) is None:  # most turns: all is content
             return ParsedTurn(content=encodable(text).strip())
         scan = TurnScan(text, tools)
-        try:
+        with suppress(TooManyCalls):
             self._read(scan, in_reasoning)
-        except TooManyCalls as error:
-            scan.refuse_calls(error)
         return scan.build_turn()
 
     def _read(self, scan: TurnScan, in_reasoning: bool) -> None:
@@ -343,15 +338,11 @@ class TaggedParser(ABC):
             elif tag[0] in closings or not self.is_meant(scan, tag):
                 at = scan.add_content(*tag.span())
             else:
-                at = self._read_meant(scan, tag)
+                try:
+                    at = self.read_call(scan, tag)
+                except FaultyCall as fault:
+                    at = scan.add_invalid(tag.start(), self.find_end(scan, tag, fault), str(fault))
         scan.add_content(at, len(scan.text))
-
-    def _read_meant(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        try:
-            return self.read_call(scan, opening)
-        except FaultyCall as fault:
-            stop = self.find_end(scan, opening, fault)
-            return scan.add_invalid(opening.start(), stop, str(fault))
 
     def _read_reasoning(self, scan: TurnScan, start: int, pairs: Sequence[tuple[str, str]]) -> int:
         """Read reasoning that one of `pairs` has opened before `start`."""
