@@ -81,12 +81,9 @@ class MarkupParser(TaggedParser):
         follower = scan.skip_space(at)
         is_spaced = at < follower and "\n" not in text[at:follower]
         if opening["name"] is None:
-            head = self.example.partition("NAME")[0].rstrip('"')
-            begun = text[follower : follower + len(head)]
-            is_begun = not is_spaced and begun != "" and head.startswith(begun)
-            following = self._next.search(text, at) if self.needs_block else None
-            is_lost = following is not None and self.nested.match(text, following.start())
-            return is_begun or bool(is_lost) or scan.is_meant(at, self.block[1])
+            return self._is_block_meant(
+                scan, at, "" if is_spaced else text[follower : follower + 20]
+            )
         if self.needs_block and not is_block:
             is_in_block = scan.end_of_call >= 0 and not scan.has_ended(self.block[1])
             is_begun = self.nested.match(text, opening.start()) is not None
@@ -95,12 +92,24 @@ class MarkupParser(TaggedParser):
             return True
         if is_spaced and not scan.is_at_line_start:
             return False
-        if is_block and (self.needs_block or text[follower : follower + 1] in ("", "<")):
-            return True
         if text.startswith(self.end_call, follower):
-            return not (scan.is_in_fence or text.endswith("`", 0, opening.start()))
+            is_code = scan.is_in_fence or text.endswith("`", 0, opening.start())
+            return is_block or not is_code
+        if is_block and (self.needs_block or self._next.match(text, follower) is not None):
+            return True
+        if text.find(">", follower) < 0 and (is_block or text.startswith("<", follower)):
+            return text[follower : follower + 1] in ("", "<")
         is_parameter = self._parameter.match(text, follower) is not None
         return is_parameter or (is_block and scan.is_meant(at, self.end_call))
+
+    def _is_block_meant(self, scan: TurnScan, at: int, follower: str) -> bool:
+        """Whether a block was meant that ends at `at` and that no call follows."""
+        head = self.example.partition("NAME")[0].rstrip('"')
+        if follower and (follower.startswith(head) or head.startswith(follower)):
+            return True
+        tag = self._next.search(scan.text, at) if self.needs_block else None
+        is_before_call = tag is not None and self.nested.match(scan.text, tag.start()) is not None
+        return is_before_call or scan.is_meant(at, self.block[1])
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
         if opening["name"] is None or self.name.fullmatch(opening["name"]) is None:
