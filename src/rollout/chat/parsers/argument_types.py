@@ -1,24 +1,23 @@
 """Text to values by the JSON schema of a tool: for formats that write arguments without types.
 
 A schema says which types a value may have: ``type`` (one or several), ``enum``, ``const``,
-``nullable``, ``anyOf``, ``oneOf``, ``allOf``, ``$ref`` within the schema. The first of null,
-boolean, integer, number, object, array that is allowed and that the text writes is taken; else the
-text stays the string it is, and the check of arguments tells the model where that is wrong.
+``nullable``, ``anyOf``, ``oneOf``, ``allOf``, ``$ref`` within the schema. Where the text writes a
+value of an allowed type other than a string, it is that value; else the text stays the string it
+is, and the check of arguments tells the model where that is wrong.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from rollout.chat.parsers.json_calls import read_number
-from rollout.chat.parsers.python_calls import read_literal
+from rollout.chat.parsers.pythonic import read_literal
+from rollout.chat.parsers.registry import read_function
 
-_ORDER = ("null", "boolean", "integer", "number", "object", "array")
-_ALL = frozenset((*_ORDER, "string"))
+_ALL = frozenset(("null", "boolean", "integer", "number", "object", "array", "string"))
 #: Types whose values no text stands in.
 _PLAIN = frozenset(("null", "boolean", "integer", "number"))
 _TYPES = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string"}
@@ -29,8 +28,6 @@ _ALIASES |= {"str": "string", "text": "string", "dict": "object", "list": "array
 _ALIASES |= {"tuple": "array", "none": "null"}
 #: Schemas may refer to themselves; no type hides deeper than this.
 _MAX_STEPS = 5
-
-_INTEGER = re.compile(r"[+-]?[0-9]+(?:\.0*)?")
 
 
 class ArgumentTypes:
@@ -50,7 +47,8 @@ class ArgumentTypes:
         *,
         untyped_as_json: bool = False,
     ) -> None:
-        found = (_declaration(tool) for tool in tools if function_name(tool) == function)
+        functions = (read_function(tool) for tool in tools)
+        found = (each for each in functions if each.get("name") == function)
         self._root = _mapping(next(found, {}).get("parameters"))
         self._properties = _mapping(_resolve(self._root, self._root).get("properties"))
         self._untyped = _ALL if untyped_as_json else frozenset(("string",))
@@ -72,11 +70,13 @@ class ArgumentTypes:
             with suppress(ValueError, TypeError, RecursionError):  # what a tool's author may write
                 if body == (choice if isinstance(choice, str) else json.dumps(choice)):
                     return choice
-        types = self._types(name)
-        for kind in _ORDER:
-            if kind in types:
-                with suppress(ValueError):
-                    return _read(kind, body)
+        with suppress(ValueError):
+            value = _read(body)
+            kind, types = _TYPES[type(value)], self._types(name)
+            if kind == "number" and "integer" in types and value.is_integer():
+                return int(value)
+            if kind in types or (kind == "integer" and "number" in types):
+                return value
         return text
 
     def _types(self, name: str) -> frozenset[str]:
@@ -84,16 +84,6 @@ class ArgumentTypes:
             types = _types(self._properties.get(name), self._root)
             self._known[name] = types or self._untyped
         return self._known[name]
-
-
-def function_name(tool: Mapping[str, Any]) -> str | None:
-    """The name that an OpenAI-style function dict declares; None where it is malformed."""
-    name = _declaration(tool).get("name")
-    return name if isinstance(name, str) else None
-
-
-def _declaration(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    return _mapping(_mapping(tool).get("function", tool))
 
 
 def _resolve(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -132,24 +122,13 @@ def _types(schema: Any, root: Mapping[str, Any], steps: int = _MAX_STEPS) -> fro
     return frozenset(types)
 
 
-def _read(kind: str, body: str) -> Any:
-    """`body` as a value of this type; a ValueError where it writes none."""
-    match kind:
-        case "null" if body in ("null", "None"):
-            return None
-        case "boolean" if body.lower() in ("true", "false"):
-            return body.lower() == "true"
-        case "integer" if _INTEGER.fullmatch(body):
-            return int(body.partition(".")[0])
-        case "number":
-            return read_number(body)
-        case "object" if body.startswith("{"):
-            if isinstance(value := read_literal(body), dict):
-                return value
-        case "array" if body.startswith(("[", "(")):
-            if isinstance(value := read_literal(body), list):
-                return value
-    raise ValueError(f"no {kind}")
+def _read(body: str) -> Any:
+    """What `body` writes other than a string; a ValueError where it is nothing else."""
+    if body in ("null", "None"):
+        return None
+    if body.lower() in ("true", "false"):
+        return body.lower() == "true"
+    return read_literal(body) if body.startswith(("{", "[", "(")) else read_number(body)
 
 
 def _items(schema: Mapping[str, Any], *keys: str) -> list[Any]:

@@ -8,15 +8,16 @@ from typing import Any, NoReturn
 
 from rollout.chat.parsers.json_calls import MAX_DEPTH, FaultyCall, read_number, skip_space
 from rollout.chat.parsers.json_formats import OBJECT, read_objects
-from rollout.chat.parsers.python_calls import (
+from rollout.chat.parsers.pythonic import (
+    CALL_LIST,
     MAX_VALUES,
     STRING,
     PythonCall,
+    add_call_list,
     make_fault,
     read_statement,
     unescape,
 )
-from rollout.chat.parsers.pythonic import CALL_LIST, add_call_list
 from rollout.chat.parsers.registry import register_tool_parser
 from rollout.chat.parsers.scan import TaggedParser, TurnScan
 

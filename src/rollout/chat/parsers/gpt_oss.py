@@ -41,13 +41,12 @@ _END_OF_CONTENT = re.compile(
     rf"|<\|(start)\|>(?={_PIECE}(?:{_HEADER}|<\|channel\|>{_PIECE}\Z|(?<=\w)\Z))"
     rf"|<\|(channel)\|>(?={_PIECE}(?:<\|constrain\|>{_PIECE})?<\|message\|>)"
 )
-#: What ends a call, with the header of the next one or the end of the turn.
-_NEXT_CALL = (
-    rf"{_STOP}\s*(?:\Z|(?=(?:[^<]|<\|(?:start|channel)\|>){{0,300}}\sto=)"
-    rf"(?:<\|start\|>{_PIECE})?{_HEADER}\s*)"
+#: What ends a call, with the header of the next one.
+_NEXT = re.compile(
+    rf"{_STOP}\s*(?=(?:[^<]|<\|(?:start|channel)\|>){{0,300}}\sto=)"
+    rf"(?:<\|start\|>{_PIECE})?{_HEADER}\s*"
 )
-_NEXT = re.compile(_NEXT_CALL)
-_BETWEEN = re.compile(rf"\s*(?:\Z|{_NEXT_CALL})")
+_LAST = re.compile(rf"(?:{_STOP}\s*){{1,3}}\Z")
 #: Recipients that are no tools.
 _PEOPLE = ("", "assistant", "user", "all")
 
@@ -106,18 +105,14 @@ def _read_next(scan: TurnScan, start: int) -> int:
 def _read_message(scan: TurnScan, start: int, body: int, header: str) -> int:
     """Add the message that stands at `body`; return the position after it."""
     channel, recipient = _read_header(header)
-    is_call = recipient not in _PEOPLE
-    if channel == "analysis":
-        end = _END_OF_ANALYSIS.search(scan.text, body)
-    elif is_call:
-        end = _END_OF_CALL.search(scan.text, _find_end_of_json(scan.text, body))
-    else:
-        end = _END_OF_CONTENT.search(scan.text, body)
-    stop = len(scan.text) if end is None else end.start()
-    token = "" if end is None else end[0]
-    if is_call and channel != "analysis":
+    is_analysis, is_call = channel == "analysis", recipient not in _PEOPLE
+    ends = _END_OF_ANALYSIS if is_analysis else _END_OF_CALL if is_call else _END_OF_CONTENT
+    is_json = is_call and not is_analysis
+    end = ends.search(scan.text, _find_end_of_json(scan.text, body) if is_json else body)
+    stop, token = (len(scan.text), "") if end is None else (end.start(), end[0])
+    if is_json:
         _add_call(scan, start, body, stop, recipient)
-    elif channel != "analysis":
+    elif not is_analysis:
         scan.add_content(body, stop)
     elif is_call and token == "<|call|>":
         reason = "a call on the analysis channel is not executed; use the commentary channel"
@@ -132,7 +127,9 @@ def _find_end_of_json(text: str, body: int) -> int:
     try:
         return read_json(text, skip_space(text, body))[1]
     except FaultyCall as error:
-        return len(text) if error.is_cut else find_last_calls(text, body, _NEXT, _BETWEEN)
+        last = None if error.is_cut else _LAST.search(text, body)
+        end = len(text) if last is None else last.start()
+        return end if error.is_cut else find_last_calls(text, body, _NEXT, end)
 
 
 def _read_header(text: str) -> tuple[str, str]:

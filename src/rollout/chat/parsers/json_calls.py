@@ -16,7 +16,7 @@ MAX_DEPTH = 100
 #: What may stand before JSON, also where a string quotes it.
 GAP = r"(?:\s|\\[nrt])*+"
 #: Calls that are read to find the end of a faulty one.
-_MAX_READ = 500
+_MAX_READ = 128
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _SPACE = re.compile(r"\s*+")
 
@@ -145,7 +145,7 @@ def read_arguments(value: object, key: str = "arguments") -> dict[str, Any]:
     return value
 
 
-def find_last_calls(text: str, at: int, head: re.Pattern[str], between: re.Pattern[str]) -> int:
+def find_last_calls(text: str, at: int, head: re.Pattern[str], end: int | None = None) -> int:
     """Where a faulty call ends: before calls that are well-formed, and nothing else, to the end.
 
     Other calls after it may be quoted in it.
@@ -153,28 +153,18 @@ def find_last_calls(text: str, at: int, head: re.Pattern[str], between: re.Patte
     Args:
         text: The turn.
         at: Where to search from.
-        head: What stands before the JSON of a call.
-        between: What stands after it, up to the JSON of the next call or to the end.
+        head: What divides calls, and stands before the JSON of the next one.
+        end: Where the last call ends; the end of the text by default.
     """
-    start = None
-    for _ in range(_MAX_READ):
-        if start is None:
-            opening = head.search(text, at)
-            if opening is None:
-                break
-            start, at = opening.span()
-        if at == len(text):
-            return start
+    stop = len(text) if end is None else end
+    for opening in reversed(list(head.finditer(text, at, stop))[-_MAX_READ:]):
         try:
-            stop = read_json(text, at)[1]
-        except FaultyCall as fault:
-            if fault.is_cut:
-                break
-            start = None
-        else:
-            separator = between.match(text, stop)
-            start, at = (None, stop) if separator is None else (start, separator.end())
-    return len(text)
+            end_of_json = read_json(text, opening.end())[1]
+        except FaultyCall:
+            continue  # a call before it may quote it
+        if end_of_json <= stop and not text[end_of_json:stop].strip():
+            stop = opening.start()
+    return stop
 
 
 def _kind(value: object) -> str:

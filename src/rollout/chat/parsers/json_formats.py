@@ -14,7 +14,7 @@ from rollout.chat.parsers.json_calls import (
     read_call_object,
     read_json,
 )
-from rollout.chat.parsers.python_calls import read_keywords
+from rollout.chat.parsers.pythonic import read_keywords
 from rollout.chat.parsers.registry import register_tool_parser
 from rollout.chat.parsers.scan import TaggedParser, TurnScan
 
@@ -55,7 +55,7 @@ class HermesParser(TaggedParser):
 _MARK = r"\[TOOL_CALLS\]"
 _NAME = r"(?P<name>[^\[\]{}\n]*)(?:\[CALL_ID\](?P<id>[^\[\]{}\n]*))?\[ARGS\]"
 _NAMED = re.compile(_NAME)
-_NEXT_MARK = re.compile(rf"{_MARK}\s*+(?:{_NAME}\s*+)?(?!\Z)")
+_NEXT_MARK = re.compile(rf"{_MARK}\s*+(?:{_NAME}\s*+)?")
 
 
 @register_tool_parser("mistral")
@@ -72,7 +72,6 @@ class MistralParser(TaggedParser):
     opening = _MARK
     #: What calls begin with: an array, or a name and arguments.
     _begun = re.compile(r"\s*(?:\[\s*(?:[{\]\"]|\Z)|\{|[^\[\]{}\n]*\[(?:ARGS|CALL_ID)\])")
-    _between = re.compile(rf"\s*(?:\Z|{_NEXT_MARK.pattern})")
 
     def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
         return scan.is_empty or self._begun.match(scan.text, opening.end()) is not None
@@ -89,7 +88,7 @@ class MistralParser(TaggedParser):
         return scan.add_call(opening.start(), stop, name, arguments, named["id"])
 
     def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
-        return find_last_calls(scan.text, opening.end(), _NEXT_MARK, self._between)
+        return find_last_calls(scan.text, opening.end(), _NEXT_MARK)
 
     def _read_array(self, scan: TurnScan, opening: re.Match[str], at: int) -> int:
         start, at, end = opening.start(), scan.skip_space(at), len(scan.text)
@@ -104,7 +103,7 @@ class MistralParser(TaggedParser):
                     raise FaultyCall("expected , or ] after a call", follower)
                 start = at = scan.skip_space(follower + scan.text.startswith(",", follower))
         except FaultyCall as fault:
-            stop = find_last_calls(scan.text, fault.at, _NEXT_MARK, self._between)
+            stop = find_last_calls(scan.text, fault.at, _NEXT_MARK)
             return scan.add_invalid(start, stop, str(fault))
         return at + 1
 
@@ -115,7 +114,6 @@ _CALL_OBJECT = r"\{\s*\"(?:name|type|function)\"\s*:"
 _TAG = r"<\|python_tag\|>"
 _MEANT_OBJECT = re.compile(_CALL_OBJECT)
 _NEXT_OBJECT = re.compile(rf"(?:;\s*|{_TAG}\s*)(?={_CALL_OBJECT})")
-_BETWEEN_OBJECTS = re.compile(rf"\s*(?:;\s*)?(?:{_TAG}\s*)?(?:\Z|(?={{))")
 
 
 @register_tool_parser("llama3")
@@ -191,7 +189,7 @@ def read_objects(scan: TurnScan, start: int, at: int, *, is_marked: bool) -> int
                 return scan.add_content(start, at + 1)
             stop = len(scan.text)
             if not error.is_cut:
-                stop = find_last_calls(scan.text, at + 1, _NEXT_OBJECT, _BETWEEN_OBJECTS)
+                stop = find_last_calls(scan.text, at + 1, _NEXT_OBJECT)
             scan.add_invalid(start, stop, str(error))
         else:
             is_call = isinstance(value, dict) and any(key in value for key in keys)
@@ -222,11 +220,9 @@ class SectionParser(TaggedParser):
     end_call: ClassVar[str]
     separator: ClassVar[str]
     _begun: ClassVar[re.Pattern[str]]
-    _next: ClassVar[re.Pattern[str]]
 
     def __init_subclass__(cls) -> None:
         cls.opening = "|".join(map(re.escape, (*cls.section, cls.call, cls.end_call)))
-        cls._next = re.compile(cls.opening)
         head = rf"{re.escape(cls.call)}[^<]{{0,300}}{re.escape(cls.separator)}"
         cls._begun = re.compile(rf"{head}\s*(?:[{{\[\"]|\w[^\s<]*\s*\n)")
         cls.nested = re.compile(rf"(?P<opens>{head})|(?P<closes>{re.escape(cls.end_call)})")
@@ -261,7 +257,7 @@ class SectionParser(TaggedParser):
         return scan.add_invalid(at, stop, f"expected a call in the section: {seen!r}")
 
     def _read_one(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        tag = self._next.search(scan.text, opening.end())
+        tag = self._tag.search(scan.text, opening.end())
         limit = len(scan.text) if tag is None else tag.start()
         split = scan.text.find(self.separator, opening.end(), limit)
         if split < 0:

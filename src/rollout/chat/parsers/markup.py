@@ -275,8 +275,7 @@ class Glm4Parser(MarkupParser):
             return scan.nesting(self.nested).find_end(stop) is not None
         if scan.text.startswith("<arg_key>", stop):
             return True
-        is_tight = not name[0].isspace()
         if scan.text.startswith(self.end_call, stop):
-            return name.strip() in scan.tool_names or (is_tight and not scan.tool_names)
+            return name.strip() in scan.tool_names or not scan.tool_names
         is_cut = stop == len(scan.text) or scan.text.startswith("<tool_call>", stop)
-        return is_cut and is_tight and scan.is_at_line_start
+        return is_cut and not name[0].isspace() and scan.is_at_line_start

@@ -110,6 +110,12 @@ def stop_token_ids(parser: ToolParser, tokenizer: PreTrainedTokenizerBase) -> tu
     return tuple(known[token] for token in getattr(parser, "stop_tokens", ()) if token in known)
 
 
+def read_function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What an OpenAI-style function dict declares; nothing where it is malformed."""
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    return function if isinstance(function, Mapping) else {}
+
+
 def strip_stop(text: str, stop_tokens: tuple[str, ...]) -> str:
     """`text` without the one token that ended it, and without white space at its end."""
     text = text.rstrip()

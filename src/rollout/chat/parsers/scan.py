@@ -13,9 +13,8 @@ from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rollout.chat.parsers.argument_types import function_name
 from rollout.chat.parsers.json_calls import FaultyCall, read_call_object, skip_space
-from rollout.chat.parsers.registry import ParsedTurn, strip_stop
+from rollout.chat.parsers.registry import ParsedTurn, read_function, strip_stop
 from rollout.types import InvalidToolCall, ToolCall
 from rollout.utf8 import encodable, is_name, unencodable_text
 
@@ -145,7 +144,8 @@ class TurnScan:
     @cached_property
     def tool_names(self) -> frozenset[str]:
         """Names of the tools that are offered."""
-        return frozenset(filter(None, map(function_name, self.tools)))
+        names = (read_function(tool).get("name") for tool in self.tools)
+        return frozenset(name for name in names if isinstance(name, str))
 
     @property
     def is_at_line_start(self) -> bool:
