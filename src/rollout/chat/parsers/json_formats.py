@@ -113,7 +113,7 @@ OBJECT = r"\{\s*[\"}]"
 _CALL_OBJECT = r"\{\s*\"(?:name|type|function)\"\s*:"
 _TAG = r"<\|python_tag\|>"
 _MEANT_OBJECT = re.compile(_CALL_OBJECT)
-_NEXT_OBJECT = re.compile(rf"(?:;\s*|{_TAG}\s*)(?={_CALL_OBJECT})")
+_NEXT_OBJECT = re.compile(rf"(?:;\s*(?:{_TAG}\s*)?|{_TAG}\s*)(?={_CALL_OBJECT})")
 
 
 @register_tool_parser("llama3")
