@@ -98,9 +98,7 @@ CASES = [
         "unclosed_invoke",
         f'{BEGIN}<invoke name="now">{END}',
         calls=[
-            Bad(
-                f'{BEGIN}<invoke name="now">{END}', f"expected a parameter or </invoke>: '{END}'"
-            )
+            Bad(f'{BEGIN}<invoke name="now">{END}', f"expected a parameter or </invoke>: '{END}'")
         ],
     ),
     Case(

@@ -104,7 +104,7 @@ DIFFERENCES = {
         llama3/parameters_as_a_string mistral/arguments_as_a_string
     """,
     "theirs drops text after a call, or keeps tags as text": """
-        deepseek_v3/stray_end_tags glm4/text_after hermes/text_after hermes/duplicated_closing
+        glm4/text_after hermes/text_after hermes/duplicated_closing
         kimi_k2/text_after mistral/text_after
         deepseek_v3/end_of_reasoning_that_nothing_opened hermes/end_of_reasoning_that_nothing_opened
     """,

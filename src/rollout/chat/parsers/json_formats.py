@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rollout.chat.parsers.json_calls import (
     GAP,
@@ -35,21 +35,25 @@ class HermesParser(TaggedParser):
         return is_twice or scan.is_meant(opening.end(), self._end)
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        at = body = scan.skip_space(opening.end())
-        try:
-            value, stop = read_json(scan.text, body)
-            at = scan.skip_space(stop)
-            if not scan.text.startswith(self._end, at):
-                raise FaultyCall("malformed JSON: more text follows the call")
-            name, arguments, _ = read_call_object(value)
-        except FaultyCall as fault:
-            fault.at = at
-            is_open = at == body or not scan.text.startswith(self.opening, at)
-            if is_open and scan.text.find(self._end, at) >= 0:
-                raise
-            unclosed = f"the call is not closed by {self._end}"
-            raise FaultyCall(unclosed, at, is_open=is_open) from None
-        return scan.add_call(opening.start(), at + len(self._end), name, arguments)
+        value, stop = read_json_before(scan, opening.end(), self._end)
+        name, arguments, _ = read_call_object(value)
+        return scan.add_call(opening.start(), stop, name, arguments)
+
+
+def read_json_before(scan: TurnScan, at: int, end: str) -> tuple[Any, int]:
+    """The JSON value that stands at `at` before an end tag, and the position after that tag.
+
+    The fence that DeepSeek closes after it may stand between them.
+
+    Raises:
+        FaultyCall: Something else stands there.
+    """
+    text = scan.text
+    value, stop = read_json(text, scan.skip_space(at))
+    stop = scan.skip_space(scan.skip_tag("```", stop))
+    if not text.startswith(end, stop):
+        raise FaultyCall(f"the call is not closed by {end}", stop, is_open=False)
+    return value, stop + len(end)
 
 
 _MARK = r"\[TOOL_CALLS\]"
@@ -155,7 +159,6 @@ class Llama3Parser(TaggedParser):
 
     def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
         if opening["function"] is not None:
-            fault.at = opening.end()
             return super().find_end(scan, opening, fault)
         # Another tag after code that opened a string may be quoted in it.
         is_code = self._built_in.match(scan.text, opening.end()) is not None
@@ -164,11 +167,8 @@ class Llama3Parser(TaggedParser):
     def _read_function(self, scan: TurnScan, start: int, at: int, name: str) -> int:
         if not name:
             raise FaultyCall("expected <function=NAME>")
-        value, stop = read_json(scan.text, at)
-        end = scan.skip_tag("</function>", stop)
-        if end == stop:
-            raise FaultyCall("the call is not closed by </function>")
-        return scan.add_call(start, end, name, read_arguments(value))
+        value, stop = read_json_before(scan, at, "</function>")
+        return scan.add_call(start, stop, name, read_arguments(value))
 
 
 def read_objects(scan: TurnScan, start: int, at: int, *, is_marked: bool) -> int:
@@ -250,10 +250,9 @@ class SectionParser(TaggedParser):
         at = scan.skip_space(opening.end())
         if opening[0] != begin or scan.text.startswith(self.call, at):
             return scan.end_call(opening.end())
-        if scan.text.startswith(end, at):
+        stop, seen = scan.find(end, at), scan.text[at : at + 20]
+        if stop == at:
             return scan.add_invalid(opening.start(), at, f"no call stands before {end}")
-        seen = scan.text[at : at + 20]
-        stop = scan.find(end, at)
         return scan.add_invalid(at, stop, f"expected a call in the section: {seen!r}")
 
     def _read_one(self, scan: TurnScan, opening: re.Match[str]) -> int:
@@ -264,17 +263,8 @@ class SectionParser(TaggedParser):
             raise FaultyCall(f"expected {self.separator} in the call", limit, is_open=False)
         head = scan.text[opening.end() : split].strip()
         name, call_id, body = self.read_head(scan, head, split + len(self.separator))
-        try:
-            value, stop = read_json(scan.text, scan.skip_space(body))
-            arguments = read_arguments(value)
-        except FaultyCall as error:
-            error.at = body
-            raise
-        stop = scan.skip_space(scan.skip_tag("```", stop))
-        if not scan.text.startswith(self.end_call, stop):
-            reason = f"the call is not closed by {self.end_call}"
-            raise FaultyCall(reason, stop, is_open=False)
-        return scan.add_call(opening.start(), stop + len(self.end_call), name, arguments, call_id)
+        value, stop = read_json_before(scan, body, self.end_call)
+        return scan.add_call(opening.start(), stop, name, read_arguments(value), call_id)
 
     @abstractmethod
     def read_head(self, scan: TurnScan, head: str, body: int) -> tuple[str, str | None, int]:

@@ -203,9 +203,12 @@ def _skip_json(scan: TurnScan, at: int) -> int:
         return at
 
 
-class FunctionTagParser(MarkupParser):
+@register_tool_parser("qwen3_coder")
+class Qwen3CoderParser(MarkupParser):
     """``<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>``."""
 
+    stop_tokens = ("<|im_end|>",)
+    block = ("<tool_call>", "</tool_call>")
     call = r"<function=(?P<name>[^<>\n]*)>"
     example = "<function=NAME>"
     end_call = "</function>"
@@ -218,17 +221,9 @@ class FunctionTagParser(MarkupParser):
         return value.removeprefix("\n").removesuffix("\n")
 
 
-@register_tool_parser("qwen3_coder")
-class Qwen3CoderParser(FunctionTagParser):
-    """The format of Qwen3-Coder."""
-
-    stop_tokens = ("<|im_end|>",)
-    block = ("<tool_call>", "</tool_call>")
-
-
 @register_tool_parser("seed_oss")
-class SeedOssParser(FunctionTagParser):
-    """The format of Seed-OSS."""
+class SeedOssParser(Qwen3CoderParser):
+    """As Qwen3-Coder, with tags of its own around calls and reasoning."""
 
     stop_tokens = ("<seed:eos>",)
     reasoning_tags = (("<seed:think>", "</seed:think>"), ("<think>", "</think>"))

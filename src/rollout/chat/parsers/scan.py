@@ -302,7 +302,8 @@ class TaggedParser(ABC):
 
     def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
         """Where a faulty call ends: with all that may be quoted in it, or before the next tag."""
-        stop = None if fault.is_cut else scan.nesting(self.nested).find_stop(fault.at)
+        at = max(fault.at, opening.end())
+        stop = None if fault.is_cut else scan.nesting(self.nested).find_stop(at)
         if stop is not None:
             return stop
         is_before_tag = not fault.is_open and self._tag.match(scan.text, fault.at) is not None
