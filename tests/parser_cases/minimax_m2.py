@@ -93,6 +93,26 @@ CASES = [
         'See <invoke name="f">.',
         content='See <invoke name="f">.',
     ),
+    Case(
+        "whole_invoke_outside_a_block_is_content",
+        f"Claude writes {PARIS} so.",
+        content=f"Claude writes {PARIS} so.",
+    ),
+    Case(
+        "block_in_an_open_block_may_be_quoted",
+        f"{BEGIN}{PARIS}<invok nam=x>So: {BEGIN}{PARIS}{END}",
+        content="<invok nam=x>So:",
+        calls=[
+            WEATHER,
+            Bad(f"{BEGIN}{PARIS}{END}", f"the block before is not closed by {END}"),
+        ],
+    ),
+    Case(
+        "block_cut_in_a_tag",
+        f"So.{BEGIN}<invoke na",
+        content="So.",
+        calls=[Bad(f"{BEGIN}<invoke na", 'expected <invoke name="NAME">')],
+    ),
     Case("missing_end_of_block", f"{BEGIN}{PARIS}[e~[", calls=[WEATHER]),
     Case(
         "unclosed_invoke",

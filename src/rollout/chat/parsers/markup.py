@@ -115,10 +115,15 @@ class MarkupParser(TaggedParser):
         if opening["name"] is None or self.name.fullmatch(opening["name"]) is None:
             at = opening.end() if opening["name"] is None else opening.start("name")
             raise FaultyCall(f"expected {self.example}", _skip_json(scan, at), is_open=False)
+        begin, end = self.block
+        is_nested = (
+            scan.end_of_call >= 0 and opening[0].startswith(begin) and not scan.has_ended(end)
+        )
+        if self.needs_block and is_nested and not scan.follows_call(opening.start()):
+            raise FaultyCall(f"the block before is not closed by {end}", opening.end())
         name = opening["name"].strip().strip("\"'").strip()
         arguments, stop = self._read_parameters(scan, opening.end(), name)
-        stop = scan.skip_tag(self.block[1], stop)
-        return scan.add_call(opening.start(), stop, name, arguments)
+        return scan.add_call(opening.start(), scan.skip_tag(end, stop), name, arguments)
 
     def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
         stop = scan.nesting(self.nested).find_stop(fault.at)
