@@ -141,5 +141,11 @@ CASES = [
         f"{BEGIN}{v31('', '{}')}{END}",
         calls=[Bad(v31("", "{}"), f"expected the name of a function before {SEP}")],
     ),
-    Case("stray_end_tags", f"Hello.{END_CALL}{END}{EOS}", content="Hello."),
+    Case("lone_end_tag", f"Hello.{END_CALL}{EOS}", content=f"Hello.{END_CALL}"),
+    Case(
+        "text_between_calls",
+        f"{BEGIN}{v31('now', '{}')}and{v31('weather', PARIS)}{END}",
+        content="and",
+        calls=[Good("now"), WEATHER],
+    ),
 ]

@@ -55,7 +55,17 @@ CASES = [
     Case("plain_text", "Hello.<|im_end|>\n", "Hello."),
     Case("text_after", f"{PARIS}Done.", "Done.", [WEATHER]),
     Case("unclosed", PARIS[:-12], "", [Bad(PARIS[:-12].strip(), UNCLOSED)]),
-    Case("cut_in_a_key", f"so {PARIS[:38]}<|im_end|>", "so", [Bad(PARIS[:38], UNCLOSED)]),
+    Case(
+        "cut_in_a_key",
+        f"so {PARIS[:38]}<|im_end|>",
+        "so",
+        [
+            Bad(
+                PARIS[:38],
+                "malformed JSON: Unterminated string starting at: line 1 column 21 (char 20)",
+            )
+        ],
+    ),
     Case(
         "cut_in_a_string_that_quotes_tags",
         '<tool_call>{"name": "f</tool_call> and </tool_call> text',

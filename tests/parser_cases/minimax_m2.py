@@ -24,7 +24,10 @@ CASES = [
     Case(
         "parallel_calls_in_one_block",
         f"{BEGIN}\n{PARIS}\n{invoke('now')}\n{END}",
-        calls=[Good("weather", {"city": "Paris"}, raw=PARIS), Good("now", raw=invoke("now"))],
+        calls=[
+            Good("weather", {"city": "Paris"}, raw=f"{BEGIN}\n{PARIS}"),
+            Good("now", raw=f"{invoke('now')}\n{END}"),
+        ],
     ),
     Case(
         "several_blocks",
@@ -90,18 +93,41 @@ CASES = [
         'See <invoke name="f">.',
         content='See <invoke name="f">.',
     ),
+    Case(
+        "whole_invoke_outside_a_block_is_content",
+        f"Claude writes {PARIS} so.",
+        content=f"Claude writes {PARIS} so.",
+    ),
+    Case(
+        "block_in_an_open_block_may_be_quoted",
+        f"{BEGIN}{PARIS}<invok nam=x>So: {BEGIN}{PARIS}{END}",
+        content="<invok nam=x>So:",
+        calls=[
+            WEATHER,
+            Bad(f"{BEGIN}{PARIS}{END}", f"the block before is not closed by {END}"),
+        ],
+    ),
+    Case(
+        "block_cut_in_a_tag",
+        f"So.{BEGIN}<invoke na",
+        content="So.",
+        calls=[Bad(f"{BEGIN}<invoke na", 'expected <invoke name="NAME">')],
+    ),
     Case("missing_end_of_block", f"{BEGIN}{PARIS}[e~[", calls=[WEATHER]),
     Case(
         "unclosed_invoke",
         f'{BEGIN}<invoke name="now">{END}',
-        calls=[Bad('<invoke name="now">', f"expected a parameter or </invoke>: '{END}'")],
+        calls=[
+            Bad(f'{BEGIN}<invoke name="now">{END}', f"expected a parameter or </invoke>: '{END}'")
+        ],
     ),
     Case(
         "unclosed_invoke_before_another",
         f'{BEGIN}<invoke name="now">{PARIS}{END}',
         calls=[
             Bad(
-                '<invoke name="now">', "expected a parameter or </invoke>: '<invoke name=\"weathe'"
+                f'{BEGIN}<invoke name="now">',
+                "expected a parameter or </invoke>: '<invoke name=\"weathe'",
             ),
             WEATHER,
         ],
@@ -111,7 +137,7 @@ CASES = [
         f'{BEGIN}<invoke name="weather"><parameter name="city">Par',
         calls=[
             Bad(
-                '<invoke name="weather"><parameter name="city">Par',
+                f'{BEGIN}<invoke name="weather"><parameter name="city">Par',
                 "the parameter 'city' is not closed by </parameter>",
             )
         ],
@@ -119,12 +145,12 @@ CASES = [
     Case(
         "nameless",
         f"{BEGIN}{invoke('')}{END}",
-        calls=[Bad(invoke(""), 'expected <invoke name="NAME">')],
+        calls=[Bad(f"{BEGIN}{invoke('')}{END}", 'expected <invoke name="NAME">')],
     ),
     Case(
         "text_in_the_block",
         f"{BEGIN}call it{END}",
-        calls=[Bad("call it", "expected a call in the section: 'call it</minimax:too'")],
+        calls=[Bad(f"{BEGIN}call it{END}", 'expected <invoke name="NAME">')],
     ),
     Case(
         "a_number_twice_takes_the_last",
@@ -136,7 +162,7 @@ CASES = [
         f"{BEGIN}{invoke('weather', parameter('city', 'a'), parameter('city', 'b'))}{END}",
         calls=[
             Bad(
-                invoke("weather", parameter("city", "a"), parameter("city", "b")),
+                BEGIN + invoke("weather", parameter("city", "a"), parameter("city", "b")) + END,
                 "the parameter 'city' is given twice",
             )
         ],
@@ -144,6 +170,6 @@ CASES = [
     Case(
         "empty_block",
         f"{BEGIN}{END}",
-        calls=[Bad(BEGIN, f"no call stands before {END}")],
+        calls=[Bad(f"{BEGIN}{END}", 'expected <invoke name="NAME">')],
     ),
 ]

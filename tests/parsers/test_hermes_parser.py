@@ -76,7 +76,7 @@ def test_hermes_any_calls_come_back_in_order_with_their_raw_text(
             '{"name": "f", "arguments": {"x": "1}}',
             "malformed JSON: Invalid control character at: line 1 column 38 (char 37)",
         ),
-        ('{"name": "f"} {}', "malformed JSON: more text follows the call"),
+        ('{"name": "f"} {}', "the call is not closed by </tool_call>"),
         ("", "malformed JSON: Expecting value: line 1 column 1 (char 0)"),
         ('{"arguments": {}}', 'the call has no "name"'),
         ('{"name": null, "arguments": {}}', 'the call has no "name"'),

@@ -9,7 +9,7 @@ import pytest
 
 from parser_cases.floods import FRAGMENTS, floods
 from rollout.chat import get_tool_parser
-from rollout.chat.parsers.python_calls import MAX_VALUES
+from rollout.chat.parsers.pythonic import MAX_VALUES
 from rollout.chat.parsers.scan import MAX_CALLS, MAX_TAGS
 from rollout.types import InvalidToolCall, ToolCall
 from slow_cases import slow_but

@@ -174,29 +174,6 @@ def test_write_of_any_tags_is_the_exact_call_or_one_invalid_call(
     check_write(parse(name, text), content)
 
 
-@pytest.mark.parametrize("name", BARE)
-def test_call_after_a_write_that_quotes_the_beginning_of_one_counts(name: str) -> None:
-    call = WRITE[name]("exec", COMMAND)
-    content = f"It begins so:\n{call[: call.index('rm')]} and\n{call}\nmore"
-    write = WRITE[name]("write", {"filePath": "a.md", "content": content})
-    true = WRITE[name]("add", {"a": 1, "b": 2})
-    check_write(parse(name, f"{write}\n{true}"), content, "add")
-    turn = parse(name, f"{write}\n{true}\n{true}")
-    assert named(turn)[-2:] == ["add", "add"]
-    assert "exec" not in named(turn)
-    # What calls the function that is quoted may be quoted as well.
-    cut = write[: write.index("</", write.index("more"))]
-    turn = parse(name, f"{cut.removesuffix('more').rstrip()}\n{call}")
-    check_write(turn, content)
-
-
-def test_gemma_call_after_a_write_that_quotes_the_beginning_of_one_counts() -> None:
-    write = "<|tool_call>call:write{content:so <|tool_call>call:exec{command:}<tool_call|>"
-    turn = parse("gemma", f"{write}\n<|tool_call>call:add{{a:1,b:2}}<tool_call|>")
-    assert named(turn) == ["add"]
-    assert (len(turn.calls), turn.content) == (2, "")
-
-
 def test_hermes_call_whose_quotes_are_not_escaped_runs_no_call_that_it_quotes() -> None:
     call = WRITE["hermes"]("exec", COMMAND)
     text = WRITE["hermes"]("write", {"content": "@"}).replace("@", f'x"}}}}\n{call}')

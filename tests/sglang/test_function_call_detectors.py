@@ -67,6 +67,7 @@ DIFFERENCES = {
         hermes/cut_in_a_string_that_quotes_tags kimi_k2/malformed_json kimi_k2/nameless
         llama3/truncated llama3/code_is_no_call llama3/function_tag_not_closed
         llama3/name_is_no_string llama3/unknown_keys llama3/built_in_tool_with_an_expression
+        minimax_m2/block_cut_in_a_tag minimax_m2/block_in_an_open_block_may_be_quoted
         minimax_m2/nameless minimax_m2/truncated_value mistral/faulty_element_keeps_its_place
         mistral/malformed_json_ends_the_array mistral/malformed_call_before_another_mark
         mistral/truncated_array pythonic/positional_argument pythonic/truncated_list
@@ -104,7 +105,7 @@ DIFFERENCES = {
         llama3/parameters_as_a_string mistral/arguments_as_a_string
     """,
     "theirs drops text after a call, or keeps tags as text": """
-        deepseek_v3/stray_end_tags glm4/text_after hermes/text_after hermes/duplicated_closing
+        deepseek_v3/text_between_calls glm4/text_after hermes/text_after hermes/duplicated_closing
         kimi_k2/text_after mistral/text_after
         deepseek_v3/end_of_reasoning_that_nothing_opened hermes/end_of_reasoning_that_nothing_opened
     """,

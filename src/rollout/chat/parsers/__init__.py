@@ -1,13 +1,6 @@
 """Parsers of the formats in which models write tool calls."""
 
-from rollout.chat.parsers.function_tags import Qwen3CoderParser, SeedOssParser
-from rollout.chat.parsers.gemma import GemmaParser
-from rollout.chat.parsers.glm4 import Glm4Parser
-from rollout.chat.parsers.gpt_oss import GptOssParser
-from rollout.chat.parsers.hermes import HermesParser
-from rollout.chat.parsers.llama3 import Llama3Parser
-from rollout.chat.parsers.mistral import MistralParser
-from rollout.chat.parsers.pythonic import PythonicParser
+from rollout.chat.parsers import gemma, gpt_oss, json_formats, markup, pythonic
 from rollout.chat.parsers.registry import (
     ParsedTurn,
     ToolParser,
@@ -16,24 +9,16 @@ from rollout.chat.parsers.registry import (
     stop_token_ids,
     tool_parser_names,
 )
-from rollout.chat.parsers.section_formats import DeepSeekV3Parser, KimiK2Parser, MiniMaxM2Parser
 
 __all__ = [
-    "DeepSeekV3Parser",
-    "GemmaParser",
-    "Glm4Parser",
-    "GptOssParser",
-    "HermesParser",
-    "KimiK2Parser",
-    "Llama3Parser",
-    "MiniMaxM2Parser",
-    "MistralParser",
     "ParsedTurn",
-    "PythonicParser",
-    "Qwen3CoderParser",
-    "SeedOssParser",
     "ToolParser",
+    "gemma",
     "get_tool_parser",
+    "gpt_oss",
+    "json_formats",
+    "markup",
+    "pythonic",
     "register_tool_parser",
     "stop_token_ids",
     "tool_parser_names",

@@ -1,44 +1,33 @@
 """Text to values by the JSON schema of a tool: for formats that write arguments without types.
 
 A schema says which types a value may have: ``type`` (one or several), ``enum``, ``const``,
-``nullable``, ``anyOf``, ``oneOf``, ``allOf``, ``$ref`` within the schema. The first of null,
-boolean, integer, number, object, array that is allowed and that the text writes is taken; else the
-text stays the string it is, and the check of arguments tells the model where that is wrong.
+``nullable``, ``anyOf``, ``oneOf``, ``allOf``, ``$ref`` within the schema. Where the text writes a
+value of an allowed type other than a string, it is that value; else the text stays the string it
+is, and the check of arguments tells the model where that is wrong.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from rollout.chat.parsers.json_calls import read_number
-from rollout.chat.parsers.python_calls import read_literal
+from rollout.chat.parsers.pythonic import read_literal
+from rollout.chat.parsers.registry import read_function
 
-_ORDER = ("null", "boolean", "integer", "number", "object", "array")
-_ALL = frozenset((*_ORDER, "string"))
+_ALL = frozenset(("null", "boolean", "integer", "number", "object", "array", "string"))
 #: Types whose values no text stands in.
 _PLAIN = frozenset(("null", "boolean", "integer", "number"))
 _TYPES = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string"}
+_TYPES |= {dict: "object", list: "array"}
 #: Names that tool authors use in place of JSON schema's.
-_ALIASES = {
-    "int": "integer",
-    "float": "number",
-    "double": "number",
-    "bool": "boolean",
-    "str": "string",
-    "text": "string",
-    "dict": "object",
-    "list": "array",
-    "tuple": "array",
-    "none": "null",
-}
+_ALIASES = {"int": "integer", "float": "number", "double": "number", "bool": "boolean"}
+_ALIASES |= {"str": "string", "text": "string", "dict": "object", "list": "array"}
+_ALIASES |= {"tuple": "array", "none": "null"}
 #: Schemas may refer to themselves; no type hides deeper than this.
-_MAX_STEPS = 32
-
-_INTEGER = re.compile(r"[+-]?[0-9]+(?:\.0*)?")
+_MAX_STEPS = 5
 
 
 class ArgumentTypes:
@@ -58,10 +47,12 @@ class ArgumentTypes:
         *,
         untyped_as_json: bool = False,
     ) -> None:
-        self._root = _parameters(tools, function)
-        self._properties = _properties(self._root, self._root)
+        functions = (read_function(tool) for tool in tools)
+        found = (each for each in functions if each.get("name") == function)
+        self._root = _mapping(next(found, {}).get("parameters"))
+        self._properties = _mapping(_resolve(self._root, self._root).get("properties"))
         self._untyped = _ALL if untyped_as_json else frozenset(("string",))
-        self._known: dict[str, tuple[list[Any], frozenset[str]]] = {}
+        self._known: dict[str, frozenset[str]] = {}
 
     def declares(self, name: str) -> bool:
         """Whether the function has a parameter `name`; any, where its schema names none."""
@@ -70,55 +61,32 @@ class ArgumentTypes:
 
     def may_be_text(self, name: str) -> bool:
         """Whether the parameter `name` may have a value in which any text may stand."""
-        return not self._of(name)[1] <= _PLAIN
+        return not self._types(name) <= _PLAIN
 
-    def value(self, name: str, text: str) -> Any:
+    def convert(self, name: str, text: str) -> Any:
         """What `text` means as the parameter `name`."""
-        choices, types = self._of(name)
-        for choice in choices:
-            if _is_written(choice, text.strip()):
-                return choice
-        for kind in _ORDER:
-            if kind in types:
-                with suppress(ValueError):
-                    return _read(kind, text.strip())
+        schema, body = _resolve(self._properties.get(name), self._root), text.strip()
+        for choice in _items(schema, "enum"):
+            with suppress(ValueError, TypeError, RecursionError):  # what a tool's author may write
+                if body == (choice if isinstance(choice, str) else json.dumps(choice)):
+                    return choice
+        with suppress(ValueError):
+            value = _read(body)
+            kind, types = _TYPES[type(value)], self._types(name)
+            if kind == "number" and "integer" in types and value.is_integer():
+                return int(value)
+            if kind in types or (kind == "integer" and "number" in types):
+                return value
         return text
 
-    def _of(self, name: str) -> tuple[list[Any], frozenset[str]]:
-        """The choices and the types of a parameter."""
+    def _types(self, name: str) -> frozenset[str]:
         if name not in self._known:
-            schema = _resolved(self._properties.get(name), self._root)
-            types = _types(schema, self._root, _MAX_STEPS)
-            self._known[name] = (_parts(schema, "enum"), self._untyped if types is None else types)
+            types = _types(self._properties.get(name), self._root)
+            self._known[name] = types or self._untyped
         return self._known[name]
 
 
-def function_name(tool: Mapping[str, Any]) -> str | None:
-    """The name that an OpenAI-style function dict declares; None where it is malformed."""
-    name = _function(tool).get("name")
-    return name if isinstance(name, str) else None
-
-
-def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    return _mapping(_mapping(tool).get("function", tool))
-
-
-def _parameters(tools: Sequence[Mapping[str, Any]], function: str) -> Mapping[str, Any]:
-    declared = (_function(tool) for tool in tools if function_name(tool) == function)
-    return next((_mapping(tool.get("parameters")) for tool in declared), {})
-
-
-def _properties(schema: Any, root: Mapping[str, Any], steps: int = 8) -> dict[str, Any]:
-    """The properties by name; those of alternatives too, where the first to name one counts."""
-    schema = _resolved(schema, root)
-    found = dict(_mapping(schema.get("properties")))
-    if steps:
-        for part in _parts(schema, "anyOf", "oneOf", "allOf"):
-            found = {**_properties(part, root, steps - 1), **found}
-    return found
-
-
-def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+def _resolve(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     """`schema`, or what its ``$ref`` points to within `root`."""
     for _ in range(_MAX_STEPS):
         reference = _mapping(schema).get("$ref")
@@ -130,75 +98,42 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     return _mapping(schema)
 
 
-def _types(schema: Any, root: Mapping[str, Any], steps: int) -> frozenset[str] | None:
-    """The types that `schema` allows; None where it says nothing of them."""
-    schema = _resolved(schema, root)
-    if not steps or not schema:
-        return None
-    if schema.get("nullable") is True:  # as OpenAPI and transformers write it
-        types = _types({**schema, "nullable": False}, root, steps - 1)
-        return None if types is None else types | {"null"}
-    allowed = [_declared(schema)]
-    choices = _parts(schema, "enum") or ([schema["const"]] if "const" in schema else [])
-    if choices:
-        allowed.append(frozenset(map(_find_type, choices)))
-    for key in ("anyOf", "oneOf"):
-        parts = [_types(part, root, steps // 2) for part in _parts(schema, key)]
-        if parts:
-            allowed.append(None if None in parts else frozenset().union(*filter(None, parts)))
-    allowed += [_types(part, root, steps // 2) for part in _parts(schema, "allOf")]
-    known = [types for types in allowed if types is not None]
-    if known:
-        return frozenset.intersection(*known) or known[0]
-    if "properties" in schema:
-        return frozenset(("object",))
-    return frozenset(("array",)) if "items" in schema else None
-
-
-def _declared(schema: Mapping[str, Any]) -> frozenset[str] | None:
-    named = schema.get("type")
-    names = [named] if isinstance(named, str) else named if isinstance(named, Sequence) else []
+def _types(schema: Any, root: Mapping[str, Any], steps: int = _MAX_STEPS) -> frozenset[str]:
+    """The types that `schema` allows; none where it says nothing of them."""
+    schema = _resolve(schema, root)
+    names = schema.get("type")
+    names = [names] if isinstance(names, str) else names if isinstance(names, Sequence) else []
     types = {_ALIASES.get(name.lower(), name.lower()) for name in names if isinstance(name, str)}
-    return frozenset(types & _ALL) or None
+    types &= _ALL
+    if not types:  # the first of these that says something
+        choices = _items(schema, "enum") or ([schema["const"]] if "const" in schema else [])
+        types = {_TYPES.get(type(choice), "string") for choice in choices}
+    if not types and steps:
+        parts = [_types(part, root, steps - 1) for part in _items(schema, "anyOf", "oneOf")]
+        parts = parts if all(parts) else []
+        parts += [_types(part, root, steps - 1) for part in _items(schema, "allOf")]
+        types = set().union(*parts)
+    if not types:
+        types = {
+            kind for key, kind in (("properties", "object"), ("items", "array")) if key in schema
+        }
+    if types and schema.get("nullable") is True:  # as OpenAPI and transformers write it
+        types.add("null")
+    return frozenset(types)
 
 
-def _is_written(choice: Any, text: str) -> bool:
-    if isinstance(choice, str):
-        return choice == text
-    try:
-        return json.dumps(choice) == text
-    except (TypeError, ValueError, RecursionError):
-        return False
+def _read(body: str) -> Any:
+    """What `body` writes other than a string; a ValueError where it is nothing else."""
+    if body in ("null", "None"):
+        return None
+    if body.lower() in ("true", "false"):
+        return body.lower() == "true"
+    return read_literal(body) if body.startswith(("{", "[", "(")) else read_number(body)
 
 
-def _read(name: str, body: str) -> Any:
-    """`body` as a value of this type; a ValueError where it writes none."""
-    match name:
-        case "null" if body in ("null", "None"):
-            return None
-        case "boolean" if body.lower() in ("true", "false"):
-            return body.lower() == "true"
-        case "integer" if _INTEGER.fullmatch(body):
-            return int(body.partition(".")[0])
-        case "number":
-            return read_number(body)
-        case "object" if body.startswith("{"):
-            if isinstance(value := read_literal(body), dict):
-                return value
-        case "array" if body.startswith(("[", "(")):
-            if isinstance(value := read_literal(body), list):
-                return value
-    raise ValueError(f"no {name}")
-
-
-def _find_type(value: Any) -> str:
-    name = _TYPES.get(type(value))
-    return name or ("object" if isinstance(value, Mapping) else "array")
-
-
-def _parts(schema: Mapping[str, Any], *keys: str) -> list[Any]:
+def _items(schema: Mapping[str, Any], *keys: str) -> list[Any]:
     lists = (schema.get(key) for key in keys)
-    return [part for parts in lists if isinstance(parts, list | tuple) for part in parts]
+    return [item for items in lists if isinstance(items, list | tuple) for item in items]
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

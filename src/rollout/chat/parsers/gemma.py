@@ -4,46 +4,36 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from rollout.chat.parsers.json_calls import MAX_DEPTH, FaultyCall, read_number, skip_space
-from rollout.chat.parsers.llama3 import OBJECT, read_objects
-from rollout.chat.parsers.python_calls import (
+from rollout.chat.parsers.json_formats import OBJECT, read_objects
+from rollout.chat.parsers.pythonic import (
+    CALL_LIST,
     MAX_VALUES,
+    STRING,
     PythonCall,
+    add_call_list,
     make_fault,
     read_statement,
     unescape,
 )
-from rollout.chat.parsers.pythonic import CALL_LIST, add_call_list
 from rollout.chat.parsers.registry import register_tool_parser
-from rollout.chat.parsers.scan import TaggedParser
+from rollout.chat.parsers.scan import TaggedParser, TurnScan
 
-if TYPE_CHECKING:
-    from rollout.chat.parsers.scan import TurnScan
-
-FENCE = "```"
+_FENCE = "```"
 _LINE_END = re.compile(r"[ \t]*\n")
+#: What opens and closes calls.
 _ENDS = {"<|tool_call>": "<tool_call|>", "<start_function_call>": "<end_function_call>"}
 _NESTED = {
     opening: re.compile(rf"(?P<opens>{re.escape(opening)}\s*call:)|(?P<closes>{re.escape(end)})")
     for opening, end in _ENDS.items()
 }
-_NAMED = re.compile(r"<[|_a-z]+>\s*call:\s*[\w.\-]*")
-_GAP = re.compile(r"\s*+")
 _NESTED_FENCE = re.compile(r"(?P<opens>```tool_code\b)|(?P<closes>```)")
-_TAG = re.compile(r"<\|tool_call>|<start_function_call>|<tool_call\|>|<end_function_call>")
 
 _HEAD = re.compile(r"\s*call:\s*([\w.\-]+)\s*\{")
-_STRING = re.compile(
-    r'\s*(?:<\|"\|>(?P<marked>.*?)<\|"\|>|<escape>(?P<escaped>.*?)<escape>'
-    r"|(?P<prefix>[rRuUbBfF]{0,2})(?:"
-    r'"""(?P<long>(?:[^"\\]++|\\.|"(?!""))*+)"""|'
-    r"'''(?P<long_single>(?:[^'\\]++|\\.|'(?!''))*+)'''|"
-    r'"(?P<double>(?:[^"\\]++|\\.)*+)"|'
-    r"'(?P<single>(?:[^'\\]++|\\.)*+)'))",
-    re.DOTALL,
-)
+_MARKED = re.compile(r'\s*(?:<\|"\|>(.*?)<\|"\|>|<escape>(.*?)<escape>)', re.DOTALL)
+_QUOTED = re.compile(rf"\s*(?P<bad>[bBfF]?){STRING}".replace(r"\\\n]", r"\\]"), re.DOTALL)
 _BARE_KEY = re.compile(r"""\s*([^,:{}\[\]<"'\s][^,:{}\[\]<"]*)""")
 _BARE = re.compile(r"""\s*([^,{}\[\]<"'\s](?:[^,{}\[\]<]*[^,{}\[\]<\s])?)(?P<goes_on>\s*,)?""")
 #: What a bare word may hold beside quotes that it leaves open; "it's" and "dogs'" open none.
@@ -88,34 +78,31 @@ class GemmaParser(TaggedParser):
         if opening["fence"] is not None:
             return _read_fence(scan, opening.end())
         reader, end = GemmaReader(scan.text, opening.end()), _ENDS[opening[0]]
-        name, arguments = reader.call()
+        name, arguments = reader.read_call()
         if not reader.take(end):
-            tag = _TAG.match(scan.text, reader.at)
             fault = make_fault(f"the call is not closed by {end}", scan.text, reader.at)
-            if tag is None:
-                raise fault
-            stop = tag.start() if tag[0] in _ENDS else tag.end()
-            return scan.add_invalid(opening.start(), stop, str(fault))
+            fault.is_open = not scan.text.startswith(opening[0], reader.at)
+            raise fault
         return scan.add_call(opening.start(), reader.at, name, arguments)
 
     def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
-        is_fence = opening["fence"] is not None
-        nesting = scan.nesting(_NESTED_FENCE if is_fence else _NESTED[opening[0]])
-        stop = nesting.stop(opening.end())
-        if stop is None and not is_fence:  # all that follows may be quoted in it
-            stop = nesting.before_calls(opening.end(), _NAMED, _GAP)
+        if opening[0] not in _ENDS and opening["fence"] is None:
+            return len(scan.text)
+        if not fault.is_open:
+            return fault.at
+        stop = scan.nesting(_NESTED.get(opening[0], _NESTED_FENCE)).find_stop(opening.end())
         return len(scan.text) if stop is None else stop
 
 
 def _read_fence(scan: TurnScan, at: int) -> int:
     """The calls of a fence, one or several, bare, printed or in a list."""
     calls: list[PythonCall] = []
-    while not calls or not scan.text.startswith(FENCE, at := scan.skip_space(at)):
+    while not calls or not scan.text.startswith(_FENCE, at := scan.skip_space(at)):
         more, at = read_statement(scan.text, at)
         calls += more
     for call in calls:
         scan.add_call(call.start, call.stop, call.name, call.arguments)
-    return at + len(FENCE)
+    return at + len(_FENCE)
 
 
 class GemmaReader:
@@ -138,94 +125,81 @@ class GemmaReader:
         self.at += len(sign)
         return True
 
-    def fail(self, reason: str) -> NoReturn:
-        """Raise a fault here, with what stands here."""
-        raise make_fault(reason, self.text, self.at)
-
-    def _ends(self, end: str) -> bool:
-        """Whether `end` stands next, after a comma or not; else there must be a comma."""
-        has_comma = self.take(",")
-        if not self.take(end):
-            if has_comma:
-                return False
-            self.fail(f"expected , or {end}")
-        return True
-
-    def call(self) -> tuple[str, dict[str, Any]]:
+    def read_call(self) -> tuple[str, dict[str, Any]]:
         """The name of the function and its arguments."""
         head = _HEAD.match(self.text, self.at)
         if head is None:
-            self.fail("expected call:NAME{")
+            self._fail("expected call:NAME{")
         self.at = head.end()
-        return head[1], self._object(0)
+        return head[1], dict(self._read_items("}", 0))
 
-    def _object(self, depth: int) -> dict[str, Any]:
-        items: dict[str, Any] = {}
-        is_done = self.take("}")
-        while not is_done:
-            key = self._key()
-            items[key] = self._value(depth + 1)
-            is_done = self._ends("}")
+    def _fail(self, reason: str) -> NoReturn:
+        raise make_fault(reason, self.text, self.at)
+
+    def _read_items(self, end: str, depth: int) -> list[tuple[str, Any]]:
+        """Values up to `end`, each with its key where they are those of an object."""
+        items: list[tuple[str, Any]] = []
+        while not self.take(end):
+            if items and not self.take(","):
+                self._fail(f"expected , or {end}")
+            if items and self.take(end):
+                break
+            key = self._read_key() if end == "}" else ""
+            items.append((key, self._read_value(depth + 1)))
         return items
 
-    def _list(self, depth: int) -> list[Any]:
-        items: list[Any] = []
-        is_done = self.take("]")
-        while not is_done:
-            items.append(self._value(depth + 1))
-            is_done = self._ends("]")
-        return items
-
-    def _key(self) -> str:
-        key = self._string()
+    def _read_key(self) -> str:
+        key = self._read_string()
         if key is None:
             word = _BARE_KEY.match(self.text, self.at)
             if word is None:
-                self.fail("expected key:value")
+                self._fail("expected key:value")
             self.at = word.end()
             key = word[1].strip()
         if not self.take(":"):
-            self.fail("expected : after a key")
+            self._fail("expected : after a key")
         return key
 
-    def _value(self, depth: int) -> Any:
+    def _read_value(self, depth: int) -> Any:
         self._values += 1
         if self._values > MAX_VALUES:
-            self.fail(f"more than {MAX_VALUES:,} values in a call")
-        string = self._string()
+            self._fail(f"more than {MAX_VALUES:,} values in a call")
+        string = self._read_string()
         if string is not None:
             return string
         word = _BARE.match(self.text, self.at)
         if word is not None:
             if word["goes_on"] is not None and _is_open(word[1]):
-                self.fail("expected the end of a quote or parenthesis before the comma")
+                self._fail("expected the end of a quote or parenthesis before the comma")
             self.at = word.end(1)
-            return _bare(word[1])
+            return _read_bare(word[1])
         if depth > MAX_DEPTH:
-            self.fail("nested too deeply")
+            self._fail("nested too deeply")
         if self.take("{"):
-            return self._object(depth)
+            return dict(self._read_items("}", depth))
         if not self.take("["):
-            self.fail("expected a value")
-        return self._list(depth)
+            self._fail("expected a value")
+        return [value for _, value in self._read_items("]", depth)]
 
-    def _string(self) -> str | None:
+    def _read_string(self) -> str | None:
         """The string that stands next, in whichever quotes; None where something else does."""
-        string = _STRING.match(self.text, self.at)
+        string = _MARKED.match(self.text, self.at)
+        if string is not None:
+            self.at = string.end()
+            return string[string.lastindex or 0]
+        string = _QUOTED.match(self.text, self.at)
         if string is None:
             return None
-        prefix = (string["prefix"] or "").lower()
-        if prefix not in ("", "r", "u"):
-            self.fail("bytes and formatted strings are no values")
+        if string["bad"]:
+            self._fail("bytes and formatted strings are no values")
         self.at = string.end()
-        kind = string.lastgroup or ""
-        body = string[kind]
-        if kind in ("marked", "escaped") or prefix == "r":
+        body = string[string.lastindex or 0]
+        if string[2] in ("r", "R"):
             return body
-        return _read_json(body) if kind == "double" else unescape(body)
+        return _read_json_string(body) if string[5] is not None else unescape(body)
 
 
-def _read_json(body: str) -> str:
+def _read_json_string(body: str) -> str:
     """What stands between double quotes in JSON, or else, by its escapes, in Python."""
     if "\\" not in body:
         return body
@@ -240,7 +214,7 @@ def _is_open(word: str) -> bool:
     return word.count("(") > word.count(")") or _CLOSED.sub("", word) != ""
 
 
-def _bare(word: str) -> Any:
+def _read_bare(word: str) -> Any:
     """A constant, a number, or else the word itself, as models at times forget the marks."""
     try:
         return read_number(word)

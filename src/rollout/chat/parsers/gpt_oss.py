@@ -2,57 +2,53 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from rollout.chat.parsers.json_calls import (
     FaultyCall,
-    arguments_of,
+    find_last_calls,
+    read_arguments,
+    read_json,
+    read_json_text,
     skip_space,
-    value_at,
-    whole_value,
 )
 from rollout.chat.parsers.registry import ParsedTurn, register_tool_parser
-from rollout.chat.parsers.scan import MAX_TAGS, TooManyCalls, TurnScan, find_last_calls
+from rollout.chat.parsers.scan import MAX_TAGS, TooManyCalls, TurnScan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-_TOKEN = re.compile(r"<\|(start|channel|constrain|message|end|call|return)\|>")
 _RECIPIENT = re.compile(r"(?<!\S)to=([^\s<]*)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*([A-Za-z]*)")
-_END = re.compile(r"<\|(?:end|call|return)\|>")
 _PIECE = r"[^<]{0,300}"
 _HEADER = rf"(?:<\|channel\|>{_PIECE})?(?:<\|constrain\|>{_PIECE})?<\|message\|>"
-#: A header and what opens its message.
-_WHOLE = re.compile(rf"\s*(?:<\|start\|>{_PIECE})?{_HEADER}")
+_STOP = r"<\|(?:end|call|return)\|>"
 #: What a turn begins with, unless it has no header.
 _FIRST = re.compile(
     rf"\s*+(?:(?:assistant\s*)?<\|(?:start|channel|message)\|>|{_PIECE}to={_PIECE}(?:<\||\Z))"
 )
-#: What follows a token where it is no word of the model's: most of them, and two.
-_AFTER_END = re.compile(r"(?:\s*<\|(?:end|call|return)\|>){0,3}+\s*(?:<\|(?:start|channel)\|>|\Z)")
-_REAL = {
-    "start": re.compile(rf"{_PIECE}(?:{_HEADER}|<\|channel\|>{_PIECE}\Z|(?<=\w)\Z)"),
-    "channel": re.compile(rf"{_PIECE}(?:<\|constrain\|>{_PIECE})?<\|message\|>"),
-}
-#: Tokens that end no message. A header inside analysis that nothing closed is a draft.
-_IN_BODY = ("message", "constrain")
-_IN_ANALYSIS = (*_IN_BODY, "channel")
+#: What ends a header.
+_END_OF_HEADER = re.compile(r"<\|(message|start|end|call|return)\|>")
+#: What ends a message of analysis: a header inside one that nothing closed is a draft.
+_END_OF_ANALYSIS = re.compile(r"<\|(start|end|call|return)\|>")
+#: What ends the message of a call, after its JSON.
+_END_OF_CALL = re.compile(r"<\|(start|channel|end|call|return)\|>")
+#: What ends any other message, unless it is spoken of: neither a message nor the end follows.
+_END_OF_CONTENT = re.compile(
+    rf"<\|(end|call|return)\|>(?=(?:\s*{_STOP}){{0,3}}+\s*(?:<\|(?:start|channel)\|>|\Z))"
+    rf"|<\|(start)\|>(?={_PIECE}(?:{_HEADER}|<\|channel\|>{_PIECE}\Z|(?<=\w)\Z))"
+    rf"|<\|(channel)\|>(?={_PIECE}(?:<\|constrain\|>{_PIECE})?<\|message\|>)"
+)
+#: What ends a call, with the header of the next one.
+_NEXT = re.compile(
+    rf"{_STOP}\s*(?=(?:[^<]|<\|(?:start|channel)\|>){{0,300}}\sto=)"
+    rf"(?:<\|start\|>{_PIECE})?{_HEADER}\s*"
+)
+_LAST = re.compile(rf"(?:{_STOP}\s*){{1,3}}\Z")
 #: Recipients that are no tools.
 _PEOPLE = ("", "assistant", "user", "all")
-
-
-class _Message(NamedTuple):
-    """Where a message starts, its body lies, and what ended it: a token's name or ""."""
-
-    start: int
-    body: int
-    stop: int
-    end: str
-    channel: str
-    recipient: str
 
 
 @register_tool_parser("gpt_oss")
@@ -76,81 +72,68 @@ class GptOssParser:
         in_reasoning: bool = False,
     ) -> ParsedTurn:
         """See `ToolParser.parse`; `in_reasoning`: the prompt ended inside an analysis message."""
-        scan = TurnScan(text, tools)
-        try:
-            for message in _messages(text, in_reasoning):
-                _add(scan, message)
-        except TooManyCalls as error:
-            scan.refuse_calls(error)
-        return scan.turn("\n")
+        scan, at = TurnScan(text, tools), 0
+        with suppress(TooManyCalls):
+            if in_reasoning:
+                at = _read_message(scan, 0, 0, "<|channel|>analysis")
+            elif _FIRST.match(text) is None:
+                at = _read_message(scan, 0, 0, "")
+            for _ in range(MAX_TAGS):
+                if at == len(text):
+                    break
+                at = _read_next(scan, at)
+            scan.add_content(at, len(text))
+        return scan.build_turn("\n")
 
 
-def _messages(text: str, in_reasoning: bool) -> Iterator[_Message]:
-    is_plain = not in_reasoning and _FIRST.match(text) is None
-    start, body = 0, 0 if in_reasoning or is_plain else -1
-    channel, recipient = ("analysis" if in_reasoning else ""), ""
-    end_of_call = 0
-    for token in itertools.islice(_TOKEN.finditer(text), MAX_TAGS):
-        kind = token[1]
-        if token.start() < end_of_call:
-            continue  # in the JSON of a call
-        if body < 0 and kind == "message":
-            body = token.end()
-            channel, recipient = _header(text[start : token.start()])
-            if channel != "analysis" and recipient not in _PEOPLE:
-                end_of_call = _end_of_call(text, body)
-        elif _is_spoken_of(text, token) and body >= 0 and channel != "analysis" and not end_of_call:
-            continue
-        elif body >= 0 and kind not in (_IN_ANALYSIS if channel == "analysis" else _IN_BODY):
-            yield _Message(start, body, token.start(), kind, channel, recipient)
-            end_of_call = 0
-            start, body = (token.start() if kind in ("start", "channel") else token.end()), -1
-        elif body < 0 and kind in ("start", "end", "call", "return"):
-            yield from _unfinished(text, start, token.start())
-            start = token.start() if kind == "start" else token.end()
-    if body >= 0:
-        yield _Message(start, body, len(text), "", channel, recipient)
+def _read_next(scan: TurnScan, start: int) -> int:
+    """Read the header at `start` and its message, if any; return the position after them."""
+    text = scan.text
+    end = _END_OF_HEADER.search(text, start + text.startswith("<|start|>", start))
+    stop = len(text) if end is None else end.start()
+    header = text[start:stop]
+    if end is not None and end[1] == "message":
+        return _read_message(scan, start, end.end(), header)
+    channel, recipient = _read_header(header)
+    if recipient not in _PEOPLE and channel != "analysis":
+        scan.add_invalid(start, stop, "the call has no message")
+    elif "<|" not in header and start == 0:
+        scan.add_content(start, stop)
+    return stop if end is None or end[1] == "start" else end.end()
+
+
+def _read_message(scan: TurnScan, start: int, body: int, header: str) -> int:
+    """Add the message that stands at `body`; return the position after it."""
+    channel, recipient = _read_header(header)
+    is_analysis, is_call = channel == "analysis", recipient not in _PEOPLE
+    ends = _END_OF_ANALYSIS if is_analysis else _END_OF_CALL if is_call else _END_OF_CONTENT
+    is_json = is_call and not is_analysis
+    end = ends.search(scan.text, _find_end_of_json(scan.text, body) if is_json else body)
+    stop, token = (len(scan.text), "") if end is None else (end.start(), end[0])
+    if is_json:
+        _add_call(scan, start, body, stop, recipient)
+    elif not is_analysis:
+        scan.add_content(body, stop)
+    elif is_call and token == "<|call|>":
+        reason = "a call on the analysis channel is not executed; use the commentary channel"
+        scan.add_invalid(start, stop, reason)
     else:
-        yield from _unfinished(text, start, len(text))
+        scan.add_reasoning(body, stop)
+    return stop if token in ("", "<|start|>", "<|channel|>") else stop + len(token)
 
 
-def _is_spoken_of(text: str, token: re.Match[str]) -> bool:
-    return _REAL.get(token[1], _AFTER_END).match(text, token.end()) is None
-
-
-def _end_of_call(text: str, body: int) -> int:
-    """Where the JSON of a call ends; of faulty JSON before messages that are whole, to the end.
-
-    Other messages after it may be quoted in it.
-    """
+def _find_end_of_json(text: str, body: int) -> int:
+    """Where the JSON of a call ends; of faulty JSON before calls that are sound, to the end."""
     try:
-        return value_at(text, skip_space(text, body))[1]
+        return read_json(text, skip_space(text, body))[1]
     except FaultyCall as error:
-        return len(text) if error.is_cut else find_last_calls(text, body, _END, _skip_message)
+        last = None if error.is_cut else _LAST.search(text, body)
+        end = len(text) if last is None else last.start()
+        return end if error.is_cut else find_last_calls(text, body, _NEXT, end)
 
 
-def _skip_message(text: str, at: int) -> int:
-    message = _WHOLE.match(text, at)
-    if message is None:
-        if skip_space(text, at) == len(text):
-            return len(text)
-        raise FaultyCall("no message follows", at)
-    at = message.end()
-    is_call = _header(message[0])[1] not in _PEOPLE
-    if is_call:
-        try:
-            at = skip_space(text, value_at(text, skip_space(text, at))[1])
-        except FaultyCall as error:
-            raise FaultyCall(str(error), at) from None
-    end = _END.search(text, at)
-    if end is None:
-        return len(text)
-    if is_call and end.start() != at:
-        raise FaultyCall("more text follows the call", at)
-    return end.end()
-
-
-def _header(text: str) -> tuple[str, str]:
+def _read_header(text: str) -> tuple[str, str]:
+    """The channel of a message, and its recipient without the namespace of functions."""
     channel, recipient = _CHANNEL.search(text), _RECIPIENT.search(text)
     name = recipient[1].removeprefix("functions.") if recipient is not None else ""
     if recipient is not None and not name:
@@ -158,37 +141,12 @@ def _header(text: str) -> tuple[str, str]:
     return (channel[1].lower() if channel is not None else ""), name
 
 
-def _unfinished(text: str, start: int, stop: int) -> Iterator[_Message]:
-    """A header without a message: a call of nothing, or plain text without any header."""
-    header = text[start:stop]
-    channel, recipient = _header(header)
-    if recipient not in _PEOPLE:
-        yield _Message(start, stop, stop, "header", channel, recipient)
-    elif "<|" not in header and start == 0:
-        yield _Message(start, start, stop, "", "", "")
-
-
-def _add(scan: TurnScan, message: _Message) -> None:
-    if message.channel == "analysis":
-        if message.end != "call" or message.recipient in _PEOPLE:
-            scan.add_reasoning(message.body, message.stop)
-        else:
-            reason = "a call on the analysis channel is not executed; use the commentary channel"
-            scan.add_invalid(message.start, message.stop, reason)
-    elif message.recipient in _PEOPLE:
-        scan.add_content(message.body, message.stop)
-    else:
-        _add_call(scan, message)
-
-
-def _add_call(scan: TurnScan, message: _Message) -> None:
+def _add_call(scan: TurnScan, start: int, body: int, stop: int, name: str) -> None:
     try:
-        if message.end == "header":
-            raise FaultyCall("the call has no message")
-        if message.recipient == "functions.":
+        if name == "functions.":
             raise FaultyCall("the recipient names no function")
-        arguments = arguments_of(whole_value(scan.text[message.body : message.stop]))
+        arguments = read_arguments(read_json_text(scan.text[body:stop]))
     except FaultyCall as error:
-        scan.add_invalid(message.start, message.stop, str(error))
+        scan.add_invalid(start, stop, str(error))
     else:
-        scan.add_call(message.start, message.stop, message.recipient, arguments)
+        scan.add_call(start, stop, name, arguments)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 #: Nesting past this is no argument of a sane call; it also bounds Python's own stack.
 MAX_DEPTH = 100
 #: What may stand before JSON, also where a string quotes it.
 GAP = r"(?:\s|\\[nrt])*+"
+#: Calls that are read to find the end of a faulty one.
+_MAX_READ = 128
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _SPACE = re.compile(r"\s*+")
 
@@ -24,16 +26,16 @@ class FaultyCall(ValueError):
 
     Attributes:
         at: Where.
-        is_in_value: Whether a value is open there, so that what follows may be quoted in it.
+        is_open: Whether a value may be open there, so that what follows may be quoted in it.
         is_cut: Whether a string of its JSON reaches to the end of the text.
     """
 
     def __init__(
-        self, reason: str, at: int = 0, *, is_in_value: bool = False, is_cut: bool = False
+        self, reason: str, at: int = 0, *, is_open: bool = True, is_cut: bool = False
     ) -> None:
         super().__init__(reason)
         self.at = at
-        self.is_in_value = is_in_value
+        self.is_open = is_open
         self.is_cut = is_cut
 
 
@@ -48,8 +50,7 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def finite(literal: str) -> float:
-    """The number that `literal` writes; ValueError where it overflows."""
+def _read_float(literal: str) -> float:
     number = float(literal)
     if not math.isfinite(number):
         raise ValueError(f"{literal[:20]} is too large a number")
@@ -60,21 +61,13 @@ def read_number(text: str) -> int | float:
     """The number that a bare word writes; ValueError where it is none, or overflows."""
     if _NUMBER.fullmatch(text) is None:
         raise ValueError("no number")
-    return finite(text) if any(sign in text for sign in ".eE") else int(text)
+    return _read_float(text) if any(sign in text for sign in ".eE") else int(text)
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=finite)
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_read_float)
 
 
-class WrittenCall(NamedTuple):
-    """A name and arguments, and the id that the model gave, if any."""
-
-    name: str
-    arguments: dict[str, Any]
-    id: object
-
-
-def value_at(text: str, at: int) -> tuple[Any, int]:
+def read_json(text: str, at: int) -> tuple[Any, int]:
     """The JSON value that starts at `at`, and where it ends; a `FaultyCall` where there is none."""
     try:
         value, stop = _DECODER.raw_decode(text, at)
@@ -82,8 +75,8 @@ def value_at(text: str, at: int) -> tuple[Any, int]:
         raise FaultyCall("malformed JSON: nested too deeply", at) from None
     except json.JSONDecodeError as error:
         is_cut = error.msg.startswith("Unterminated string")
-        told = json.JSONDecodeError(error.msg, text[at : error.pos], error.pos - at)
-        raise FaultyCall(f"malformed JSON: {told}", at, is_cut=is_cut) from None
+        relative = json.JSONDecodeError(error.msg, text[at : error.pos], error.pos - at)
+        raise FaultyCall(f"malformed JSON: {relative}", at, is_cut=is_cut) from None
     except ValueError as error:
         raise FaultyCall(f"malformed JSON: {error}", at) from None
     if isinstance(value, dict | list) and _is_deeper(value, MAX_DEPTH):
@@ -91,35 +84,31 @@ def value_at(text: str, at: int) -> tuple[Any, int]:
     return value, stop
 
 
-def _is_deeper(value: object, depth: int) -> bool:
+def _is_deeper(value: dict[str, Any] | list[Any], depth: int) -> bool:
     """Whether a value is nested deeper, so that code deeper in the stack could not walk it."""
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    items = value.values() if isinstance(value, dict) else value
     nested = [item for item in items if type(item) in (dict, list)]
     return depth < 1 or any(_is_deeper(item, depth - 1) for item in nested)
 
 
-def whole_value(text: str) -> Any:
-    """The one JSON value that `text` is, white space aside.
-
-    Raises:
-        FaultyCall: It is none, or more than one.
-    """
+def read_json_text(text: str) -> Any:
+    """The one JSON value that `text` is, white space aside; else a `FaultyCall`."""
     body = text.strip(" \t\r\n")
-    value, end = value_at(body, 0)
+    value, end = read_json(body, 0)
     if end < len(body):
         raise FaultyCall("malformed JSON: more text follows the value")
     return value
 
 
-def call_of(value: object, *keys: str) -> WrittenCall:
-    """The call that ``{"name": …, "arguments": {…}}`` describes.
+def read_call_object(value: object, *keys: str) -> tuple[str, dict[str, Any], object]:
+    """The name, arguments and id of the call that ``{"name": …, "arguments": {…}}`` describes.
 
     Arguments that are a string of JSON are parsed, once. A call with neither arguments nor other
     keys has none.
 
     Args:
         value: What the JSON says.
-        keys: Names for the arguments, the first present counts; ``"arguments"`` where none given.
+        keys: Names for the arguments, the first present counts; ``"arguments"`` by default.
 
     Raises:
         FaultyCall: The value describes no call; says why.
@@ -131,10 +120,16 @@ def call_of(value: object, *keys: str) -> WrittenCall:
         raise FaultyCall('the call has no "name"')
     if not isinstance(name, str) or not name.strip():
         raise FaultyCall(f'"name" must be a non-empty string, not {name!r}')
-    return WrittenCall(name.strip(), _arguments(value, keys or ("arguments",)), value.get("id"))
+    keys = keys or ("arguments",)
+    key = next((key for key in keys if key in value), None)
+    others = sorted(value.keys() - {"name", "id", "type"})
+    if key is None and others:
+        raise FaultyCall(f'the call has no "{keys[0]}", but {", ".join(map(json.dumps, others))}')
+    arguments = {} if key is None else read_arguments(value[key], key)
+    return name.strip(), arguments, value.get("id")
 
 
-def arguments_of(value: object, key: str = "arguments") -> dict[str, Any]:
+def read_arguments(value: object, key: str = "arguments") -> dict[str, Any]:
     """`value` as arguments by name; a string of JSON is parsed, once.
 
     Raises:
@@ -142,7 +137,7 @@ def arguments_of(value: object, key: str = "arguments") -> dict[str, Any]:
     """
     if isinstance(value, str):
         try:
-            value = whole_value(value)
+            value = read_json_text(value)
         except FaultyCall as error:
             raise FaultyCall(f'"{key}" is a string of {error}') from None
     if not isinstance(value, dict):
@@ -150,14 +145,26 @@ def arguments_of(value: object, key: str = "arguments") -> dict[str, Any]:
     return value
 
 
-def _arguments(call: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
-    for key in keys:
-        if key in call:
-            return arguments_of(call[key], key)
-    others = sorted(call.keys() - {"name", "id", "type"})
-    if not others:
-        return {}
-    raise FaultyCall(f'the call has no "{keys[0]}", but {", ".join(map(json.dumps, others))}')
+def find_last_calls(text: str, at: int, head: re.Pattern[str], end: int | None = None) -> int:
+    """Where a faulty call ends: before calls that are well-formed, and nothing else, to the end.
+
+    Other calls after it may be quoted in it.
+
+    Args:
+        text: The turn.
+        at: Where to search from.
+        head: What divides calls, and stands before the JSON of the next one.
+        end: Where the last call ends; the end of the text by default.
+    """
+    stop = len(text) if end is None else end
+    for opening in reversed(list(head.finditer(text, at, stop))[-_MAX_READ:]):
+        try:
+            end_of_json = read_json(text, opening.end())[1]
+        except FaultyCall:
+            continue  # a call before it may quote it
+        if end_of_json <= stop and not text[end_of_json:stop].strip():
+            stop = opening.start()
+    return stop
 
 
 def _kind(value: object) -> str:

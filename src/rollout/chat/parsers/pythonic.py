@@ -1,34 +1,211 @@
-"""Calls as a Python list, ``[f(x=1), g(y="a")]``: Llama 4, Llama 3.2 and prompted models."""
+"""Calls in Python's syntax, whose arguments `ast` reads, and the format of Llama 4, lists of them.
+
+The values are those that JSON has too: strings, numbers, True, False, None (and JSON's true,
+false, null), lists, tuples as lists, dicts with string keys. Depth is bounded, time linear.
+"""
 
 from __future__ import annotations
 
+import ast
+import math
 import re
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import Any, NamedTuple
 
-from rollout.chat.parsers.json_calls import FaultyCall
-from rollout.chat.parsers.python_calls import read_call_list
+from rollout.chat.parsers.json_calls import MAX_DEPTH, FaultyCall, read_json_text, skip_space
 from rollout.chat.parsers.registry import register_tool_parser
-from rollout.chat.parsers.scan import TaggedParser
+from rollout.chat.parsers.scan import TaggedParser, TurnScan
 
-if TYPE_CHECKING:
-    from rollout.chat.parsers.scan import TurnScan
+#: Commas of one call. No model writes as many.
+MAX_VALUES = 50_000
 
+_NAME = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
+_CALL = re.compile(rf"\s*({_NAME})\s*(?=\()", re.ASCII)
+_PRINT = re.compile(rf"\s*print\(\s*(?={_NAME}\s*\()", re.ASCII)
+_END_OF_PRINT = re.compile(r"\s*\)(?:\s*;)?")
+_END_OF_CALL = re.compile(r"(?:\s*;)?")
+_KEYWORD = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(?!=)", re.ASCII)
+#: A string; group 1 is its prefix, the last one its body.
+STRING = (
+    r"([rRuU]?)(?:"
+    r'"""((?:[^"\\]++|\\.|"(?!""))*+)"""|'
+    r"'''((?:[^'\\]++|\\.|'(?!''))*+)'''|"
+    r'"((?:[^"\\\n]++|\\.)*+)"|'
+    r"'((?:[^'\\\n]++|\\.)*+)')"
+)
+#: What `ast` reads otherwise than it is meant here: strings, JSON's constants.
+_REWRITTEN = re.compile(rf"\b(?P<constant>true|false|null)\b|{STRING}", re.DOTALL)
+#: What may stand up to the next bracket or comma: no two words side by side.
+_PART = re.compile(
+    rf"(?:{STRING}|[=:+-]|\s++|[\w.]++(?!\s+[\w.]))*+(?P<sign>[\[\](){{}},])?", re.DOTALL
+)
+_ESCAPE = re.compile(
+    r"\\(?:[0-3]?[0-7]{1,2}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4}"
+    r"|[\n\\'\"abfnrtv])"
+)
+_CONSTANTS = {"true": "True", "false": "False", "null": "None"}
+_ENDS = {"[": "]", "(": ")", "{": "}"}
 #: What a list of calls begins with: the first function's name, and whether the rest is no sentence:
 #: its arguments have names, or it has none and the list continues as one.
 CALL_LIST = (
     r"\[(?=\s*+(?P<name>[A-Za-z_][\w.]*+)\s*+\("
     r"(?P<named>\s*+(?:\)\s*+[],]|[A-Za-z_]\w*+\s*+=\s*+[\w+.\"'\[({-]))?)"
 )
-#: What every such list begins with.
-CALL_LIST_HEAD = r"\[\s*[A-Za-z_][\w.]*\s*\("
 _LIST = re.compile(CALL_LIST)
 #: Dots stand for arguments where a list is spoken of.
 _DOTS = re.compile(r"\[\s*[\w.]+\(\s*(?:\.\.\.|…)")
 _START, _END = "<|python_start|>", "<|python_end|>"
 
-_NESTED = re.compile(
-    rf"(?P<opens>{re.escape(_START)}\s*{CALL_LIST_HEAD})|(?P<closes>{re.escape(_END)})"
-)
+
+def make_fault(reason: str, text: str, at: int) -> FaultyCall:
+    """The fault that `reason` names, with what stands at `at`."""
+    seen = text[at : at + 20]
+    return FaultyCall(f"{reason}: {seen!r}" if seen else f"{reason}: the text ends", at)
+
+
+class PythonCall(NamedTuple):
+    """A call and where it stands in the text."""
+
+    name: str
+    arguments: dict[str, Any]
+    start: int
+    stop: int
+
+
+def read_call(text: str, at: int) -> PythonCall:
+    """The call that begins at `at`, such as ``f(x=1, y="a")``; a `FaultyCall` of anything else."""
+    head = _CALL.match(text, at)
+    if head is None:
+        raise make_fault("expected a call of a function", text, skip_space(text, at))
+    arguments, stop = read_keywords(text, head.end())
+    return PythonCall(head[1], arguments, head.start(1), stop)
+
+
+def read_keywords(text: str, at: int) -> tuple[dict[str, Any], int]:
+    """What stands in the parentheses at `at`, and after them; of equal names the last one counts.
+
+    Raises:
+        FaultyCall: They hold anything but literals with names.
+    """
+    items, stop = _split(text, at)
+    arguments = {}
+    for start, end in items:
+        keyword = _KEYWORD.match(text, start, end)
+        if keyword is None:
+            raise make_fault("expected name=value", text, skip_space(text, start))
+        try:
+            arguments[keyword[1]] = read_literal(text[keyword.end() : end])
+        except ValueError as error:
+            raise make_fault(str(error), text, keyword.end()) from None
+    return arguments, stop
+
+
+def read_call_list(text: str, at: int) -> tuple[list[PythonCall], int]:
+    """The calls of the list at `at`, one at least, such as ``[f(x=1), g()]``, and after it.
+
+    Raises:
+        FaultyCall: It holds anything else.
+    """
+    items, stop = _split(text, at)
+    calls = [read_call(text, start) for start, _ in items]
+    for call, (_, end) in zip(calls, items, strict=True):
+        if text[call.stop : end].strip():
+            raise make_fault("expected , or ]", text, skip_space(text, call.stop))
+    if not calls:
+        raise make_fault("expected a call of a function", text, stop - 1)
+    return calls, stop
+
+
+def read_statement(text: str, at: int) -> tuple[list[PythonCall], int]:
+    """The calls of one statement, and after it: a call, a list, or one inside ``print(…)``.
+
+    Raises:
+        FaultyCall: It is none of these.
+    """
+    at = skip_space(text, at)
+    if text.startswith("[", at):
+        return read_call_list(text, at)
+    printed = _PRINT.match(text, at)
+    call = read_call(text, at if printed is None else printed.end())
+    end = (_END_OF_CALL if printed is None else _END_OF_PRINT).match(text, call.stop)
+    if end is None:
+        raise make_fault("expected ) after print", text, skip_space(text, call.stop))
+    return [call], end.end()
+
+
+def read_literal(text: str) -> Any:
+    """The value that the whole of `text` writes; a ValueError where it is none."""
+    text = text.strip()
+    if text[:1] in ("[", "{"):
+        with suppress(ValueError):  # most are JSON as well, which is read many times faster
+            return read_json_text(text)
+    if text.count(",") >= MAX_VALUES:
+        raise ValueError(f"more than {MAX_VALUES:,} values in a call")
+    try:
+        value = ast.literal_eval(_REWRITTEN.sub(_rewrite, text))
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        raise ValueError("expected a literal") from None  # or what is nested too deeply
+    return _as_json(value)
+
+
+def unescape(body: str) -> str:
+    """What stands between quotes in Python; escapes that it does not know stay as they are."""
+    return _ESCAPE.sub(lambda escape: escape[0].encode().decode("unicode_escape"), body)
+
+
+def _split(text: str, at: int) -> tuple[list[tuple[int, int]], int]:
+    """Where the items stand in the brackets that open at `at`, and after them."""
+    items: list[tuple[int, int]] = []
+    ends: list[str] = []
+    start = at + 1
+    while True:
+        part = _PART.match(text, at)
+        assert part is not None
+        sign, at = part["sign"], part.end()
+        if sign is None:
+            raise make_fault(f"expected a value or {ends[-1]}", text, at)
+        if sign in _ENDS:
+            ends.append(_ENDS[sign])
+            if len(ends) > MAX_DEPTH:
+                raise make_fault("nested too deeply", text, at - 1)
+        elif sign == ",":
+            if len(ends) == 1:
+                items.append((start, at - 1))
+                start = at
+        elif sign != ends.pop():
+            raise make_fault("a bracket closes another one", text, at - 1)
+        elif not ends:
+            if text[start : at - 1].strip():
+                items.append((start, at - 1))
+            return items, at
+
+
+def _rewrite(found: re.Match[str]) -> str:
+    """A constant as Python has it; a string in the one form that no version of it warns of."""
+    if found["constant"] is not None:
+        return _CONSTANTS[found["constant"]]
+    body = found[found.lastindex or 0] or ""
+    return repr(body if found[2] in ("r", "R") else unescape(body))
+
+
+def _as_json(value: object, depth: int = 0) -> Any:
+    """A literal of Python as the value of JSON that it is; a ValueError where it is none."""
+    if depth > MAX_DEPTH:
+        raise ValueError("nested too deeply")
+    match value:
+        case str() | int() | None:
+            return value
+        case float():
+            if math.isfinite(value):
+                return value
+            raise ValueError("expected a number within bounds")
+        case list() | tuple():
+            return [_as_json(item, depth + 1) for item in value]
+        case dict():
+            if all(isinstance(key, str) for key in value):
+                return {key: _as_json(item, depth + 1) for key, item in value.items()}
+            raise ValueError("expected keys that are strings")
+    raise ValueError("expected a literal")
 
 
 @register_tool_parser("pythonic")
@@ -42,6 +219,9 @@ class PythonicParser(TaggedParser):
 
     stop_tokens = ("<|eot|>", "<|eom|>", "<|eot_id|>", "<|eom_id|>")
     opening = rf"<\|python_(?:start|end)\|>|{CALL_LIST}"
+    nested = re.compile(
+        rf"(?P<opens>{re.escape(_START)}\s*\[\s*[A-Za-z_][\w.]*\s*\()|(?P<closes>{re.escape(_END)})"
+    )
 
     def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
         if opening[0] == _END:
@@ -51,13 +231,16 @@ class PythonicParser(TaggedParser):
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
         if opening[0] == _END:
-            return scan.skip_end(opening.end())
+            return scan.end_call(opening.end())
         if opening[0] != _START:
             return add_call_list(scan, opening)
         first = _LIST.search(scan.text, opening.end())
         assert first is not None
-        scan.add_content(opening.end(), first.start())
         return add_call_list(scan, first, is_marked=True)
+
+    def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
+        fault.at = opening.end()
+        return super().find_end(scan, opening, fault) if opening[0] == _START else len(scan.text)
 
 
 def add_call_list(scan: TurnScan, opening: re.Match[str], *, is_marked: bool = False) -> int:
@@ -71,13 +254,8 @@ def add_call_list(scan: TurnScan, opening: re.Match[str], *, is_marked: bool = F
         calls, stop = read_call_list(scan.text, start)
     except FaultyCall as fault:
         if is_meant and _DOTS.match(scan.text, start) is None:
-            end = None
-            if scan.text.endswith(_START, 0, start):
-                end = scan.nesting(_NESTED).end(start)
-            stop = len(scan.text) if end is None else scan.nesting(_NESTED).span(end)[0]
-            return scan.add_invalid(start, stop, str(fault))
-        stop = max(fault.at, opening.end())
-        return scan.add_content(start, stop)
+            raise
+        return scan.add_content(start, max(fault.at, opening.end()))
     for call in calls:
         scan.add_call(call.start, call.stop, call.name, call.arguments)
-    return scan.skip_end(stop)
+    return scan.end_call(stop)

@@ -15,27 +15,10 @@ if TYPE_CHECKING:
 
 #: Tokens with which models end a turn.
 END_TOKENS = (
-    "<|im_end|>",
-    "<|endoftext|>",
-    "</s>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|end_of_text|>",
-    "<|eot|>",
-    "<|eom|>",
-    "<|end|>",
-    "<|return|>",
-    "<|call|>",
-    "<|user|>",
-    "<|observation|>",
-    "<end_of_turn>",
-    "<turn|>",
-    "<|tool_response>",
-    "<start_function_response>",
-    "<eos>",
-    "<seed:eos>",
-    "[e~[",
-    "[EOS]",
+    *("<|im_end|>", "<|endoftext|>", "</s>", "<eos>", "<seed:eos>", "[e~[", "[EOS]"),
+    *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|eot|>", "<|eom|>"),
+    *("<|end|>", "<|return|>", "<|call|>", "<|user|>", "<|observation|>"),
+    *("<end_of_turn>", "<turn|>", "<|tool_response>", "<start_function_response>"),
     "<｜end▁of▁sentence｜>",
 )
 
@@ -125,6 +108,12 @@ def stop_token_ids(parser: ToolParser, tokenizer: PreTrainedTokenizerBase) -> tu
     """Ids of the parser's `stop_tokens`; tokens that `tokenizer` lacks are left out."""
     known = {str(token): token_id for token_id, token in tokenizer.added_tokens_decoder.items()}
     return tuple(known[token] for token in getattr(parser, "stop_tokens", ()) if token in known)
+
+
+def read_function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What an OpenAI-style function dict declares; nothing where it is malformed."""
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    return function if isinstance(function, Mapping) else {}
 
 
 def strip_stop(text: str, stop_tokens: tuple[str, ...]) -> str:

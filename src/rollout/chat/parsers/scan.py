@@ -1,29 +1,31 @@
-"""One pass over the text of a turn, and the formats that are read in one pass."""
+"""One pass over the text of a turn, and the formats that are read in one pass.
+
+A format (`TaggedParser`) declares its tags, says which of them are meant as calls, and reads one
+call from where its tag stands. A `TurnScan` holds the text and collects what has been read of it.
+"""
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from bisect import bisect_left
+from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from rollout.chat.parsers.argument_types import function_name
-from rollout.chat.parsers.json_calls import FaultyCall, call_of, skip_space
-from rollout.chat.parsers.nesting import Nesting
-from rollout.chat.parsers.registry import ParsedTurn, strip_stop
+from rollout.chat.parsers.json_calls import FaultyCall, read_call_object, skip_space
+from rollout.chat.parsers.registry import ParsedTurn, read_function, strip_stop
 from rollout.types import InvalidToolCall, ToolCall
-from rollout.utf8 import encodable, is_encodable, unencodable_text
+from rollout.utf8 import encodable, is_name, unencodable_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 #: Calls of one turn, invalid ones included. A model that writes as many has lost its way.
 MAX_CALLS = 128
 #: Tags of one turn that are looked at; what stands after so many is content. No answer has as many,
 #: and text that is nothing but tags costs no more than these.
 MAX_TAGS = 10_000
-#: Calls that are read to find the end of a faulty one.
-_MAX_READ = 500
 #: How JSON begins; the dots that stand for some in prose are none.
 _JSON = re.compile(r"\s*+[{\[](?!\s*(?:\.\.\.|…))")
 #: Dots in the place of a call, or of a value of its JSON, up to an end tag.
@@ -37,44 +39,81 @@ _WORD = re.compile(r"\s{0,16}(?:\w[^\s<]{0,200}|\w[\w.]{0,100}\([^\n]{0,400}\))?
 _TIGHT = re.compile(r"[^\s<](?:[^\n<]{0,200}[^\s<])?(?=<)")
 
 
-class TooManyCalls(Exception):
-    """The call that begins at `at` is one too many."""
+class Nesting:
+    """Where the calls of a text open and close, those that are quoted in a value included.
 
-    def __init__(self, at: int) -> None:
-        self.at = at
+    A value may quote whole calls, and lone tags of its own format. What is balanced in it is
+    quoted; of end tags that nothing opened, the last one closes the value.
+
+    Args:
+        text: The turn.
+        tags: Finds the tags, in groups ``opens``, ``closes`` and others, which do neither.
+    """
+
+    def __init__(self, text: str, tags: re.Pattern[str]) -> None:
+        found = list(tags.finditer(text))
+        #: The tags; the first stands for the beginning of the text.
+        self.kinds = [None, *(tag.lastgroup for tag in found)]
+        self.spans = [(0, 0), *(tag.span() for tag in found)]
+        self.depths = [0]
+        for kind in self.kinds[1:]:
+            self.depths.append(self.depths[-1] + (kind == "opens") - (kind == "closes"))
+        #: Of each tag the first of the least depth from it on.
+        self._lowest = list(range(len(self.depths)))
+        for at in range(len(self.depths) - 2, -1, -1):
+            if self.depths[self._lowest[at + 1]] < self.depths[at]:
+                self._lowest[at] = self._lowest[at + 1]
+
+    def find_before(self, at: int) -> int:
+        """The index of the last tag before `at`."""
+        return max(bisect_left(self.spans, (at, 0)) - 1, 0)
+
+    def find_end(self, at: int) -> int | None:
+        """The index of the tag that closes what is open at `at`; None where nothing does.
+
+        It is the last one that nothing after `at` opened.
+        """
+        before = self.find_before(at)
+        lowest = self._lowest[before]
+        return lowest if self.depths[lowest] < self.depths[before] else None
+
+    def find_stop(self, at: int) -> int | None:
+        """Where what is open at `at` ends; None where nothing closes it."""
+        end = self.find_end(at)
+        return None if end is None else self.spans[end][1]
+
+
+class TooManyCalls(Exception):
+    """The turn has one call too many: what it holds now is one invalid call over all from there."""
 
 
 class TurnScan:
     """What has been read of one text so far.
 
-    Attributes:
+    Args:
         text: The turn without the tokens that end it.
         tools: OpenAI-style function dicts.
-
-    Args:
-        text, tools: As the attributes.
     """
 
     def __init__(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> None:
         self.text = text
         self.tools = tools or ()
-        #: Content, and in its place the text of each invalid call; whether it is content.
+        #: Content, and between it the text of each invalid call; whether it is content.
         self._pieces: list[tuple[str, bool]] = []
         self._last = ""  # piece of content
         self._fences = 0
-        self._end_of_call = self._tail = -1
+        self.end_of_call = -1
         self._nestings: dict[str, Nesting] = {}
         self._reasoning: list[str] = []
         self._calls: list[ToolCall | InvalidToolCall] = []
         self._ids: set[str] = set()
-        self._number = 0  # of the next call that the model gave no id; it may be higher
 
-    def turn(self, between: str = "") -> ParsedTurn:
-        """The result, with pieces of content joined by `between`."""
-        content = between.join(piece for piece, is_content in self._pieces if is_content)
+    def build_turn(self, separator: str = "") -> ParsedTurn:
+        """The result, with pieces of content joined by `separator`."""
+        content = separator.join(piece for piece, is_content in self._pieces if is_content)
         written = None
         if not all(is_content for _, is_content in self._pieces):
-            written = encodable(between.join(piece for piece, _ in self._pieces)).strip()
+            written = encodable(separator.join(piece for piece, _ in self._pieces)).strip()
         return ParsedTurn(
             content=encodable(content).strip(),
             reasoning=encodable("\n".join(self._reasoning)) if self._reasoning else None,
@@ -92,6 +131,11 @@ class TurnScan:
         """The first position from `at` that is not white space."""
         return skip_space(self.text, at)
 
+    def skip_tag(self, tag: str, at: int) -> int:
+        """The position after `tag`, if any, where it stands next, white space aside; else `at`."""
+        follower = self.skip_space(at)
+        return follower + len(tag) if tag and self.text.startswith(tag, follower) else at
+
     def find(self, tag: str, at: int) -> int:
         """Where `tag` stands next, or the end of the text."""
         found = self.text.find(tag, at)
@@ -100,11 +144,12 @@ class TurnScan:
     @cached_property
     def tool_names(self) -> frozenset[str]:
         """Names of the tools that are offered."""
-        return frozenset(filter(None, map(function_name, self.tools)))
+        names = (read_function(tool).get("name") for tool in self.tools)
+        return frozenset(name for name in names if isinstance(name, str))
 
     @property
     def is_at_line_start(self) -> bool:
-        """Whether nothing has been said yet on the line that content has reached."""
+        """Whether the line that content has reached is empty so far."""
         return self._last.rstrip(" \t")[-1:] in ("", "\n")
 
     @property
@@ -113,34 +158,22 @@ class TurnScan:
         return self._fences % 2 == 1
 
     @property
-    def has_said_nothing(self) -> bool:
+    def is_empty(self) -> bool:
         """Whether there is no content and no call yet."""
         return not self._calls and all(piece.isspace() for piece, _ in self._pieces)
 
-    def skip_to_tag(self, at: int, tags: re.Pattern[str], end: str) -> int:
-        """Where the next of `tags` stands, past it where it is `end`, or the end of the text."""
-        tag = tags.search(self.text, at)
-        if tag is None:
-            return len(self.text)
-        return tag.end() if tag[0] == end else tag.start()
-
     def follows_call(self, at: int) -> bool:
         """Whether a call, or what closes it, stands right before `at`, white space aside."""
-        return self._end_of_call >= 0 and self.skip_space(self._end_of_call) == at
+        return self.end_of_call >= 0 and self.skip_space(self.end_of_call) == at
 
-    def skip_end(self, at: int) -> int:
-        """What ends at `at` belongs to the call before it; return `at`."""
-        self._end_of_call = at
+    def has_ended(self, tag: str) -> bool:
+        """Whether `tag` ends the last call, or what belongs to it."""
+        return self.text.endswith(tag, 0, self.end_of_call)
+
+    def end_call(self, at: int) -> int:
+        """Let what ends at `at` belong to the call before it; return `at`."""
+        self.end_of_call = at
         return at
-
-    def tail(self, tags: tuple[str, ...]) -> int:
-        """From where on nothing but `tags` of the format and white space stands."""
-        if self._tail < 0:
-            stop = len(self.text)
-            while stop and (self.text[stop - 1].isspace() or self.text.endswith(tags, 0, stop)):
-                stop -= len(next((tag for tag in tags if self.text.endswith(tag, 0, stop)), " "))
-            self._tail = stop
-        return self._tail
 
     def is_meant(self, at: int, end: str) -> bool:
         """Whether what stands between an opening tag and `end`, and is no call, was meant as one.
@@ -161,14 +194,11 @@ class TurnScan:
             return False
         if is_json or self.is_in_fence:
             return is_json
-        word = _WORD.match(text, at)
-        if word is not None and text.startswith(end, word.end()):
-            return True
-        tight = _TIGHT.match(text, at) if self.is_at_line_start else None
-        return tight is not None and text.startswith(end, tight.end())
+        forms = [_WORD.match(text, at), _TIGHT.match(text, at) if self.is_at_line_start else None]
+        return any(form is not None and text.startswith(end, form.end()) for form in forms)
 
     def add_content(self, start: int, stop: int) -> int:
-        """The text from `start` to `stop` is said to the user; return `stop`."""
+        """Record the text from `start` to `stop` as content; return `stop`."""
         if start < stop:
             self._last = self.text[start:stop]
             self._pieces.append((self._last, True))
@@ -176,16 +206,14 @@ class TurnScan:
         return stop
 
     def add_reasoning(self, start: int, stop: int, *, opening: str = "") -> None:
-        """The text from `start` to `stop` is reasoning; it may be opened once more by `opening`."""
+        """Record the text from `start` to `stop` as reasoning, without `opening` before it."""
         piece = self.text[start:stop].strip()
-        if opening and piece.startswith(opening):
-            piece = piece[len(opening) :].strip()
-        self._reasoning.append(piece)
+        self._reasoning.append(piece.removeprefix(opening).strip())
 
     def add_call(
         self, start: int, stop: int, name: str, arguments: Mapping[str, Any], call_id: object = None
     ) -> int:
-        """Record a call and return `stop`; an id of the model's own is kept where it is new.
+        """Record a call and return `stop`; an id of the model's own stays where it is new.
 
         A call with what cannot be encoded is none: it could be rendered no more.
         """
@@ -194,86 +222,43 @@ class TurnScan:
             half = unencodable_text([name, arguments])
             if half is not None:
                 return self.add_invalid(start, stop, f"half of a character in {half!r:.80}")
-        if not _is_id(call_id) or call_id in self._ids:
-            self._number = max(self._number, len(self._calls))
-            while f"call_{self._number}" in self._ids:  # the model gave it to another
-                self._number += 1
-            call_id = f"call_{self._number}"
+        if not is_name(call_id) or call_id.isspace() or call_id in self._ids:
+            number = len(self._calls)
+            while f"call_{number}" in self._ids:  # the model gave it to another
+                number += 1
+            call_id = f"call_{number}"
         self._ids.add(call_id)
         self._add(start, ToolCall(name=name, arguments=arguments, id=call_id, raw=raw))
-        return self.skip_end(stop)
+        return self.end_call(stop)
 
     def add_invalid(self, start: int, stop: int, reason: str) -> int:
         """Record that what stands in the place of a call is none; return `stop`."""
         raw = self.text[start:stop]
         self._add(start, InvalidToolCall(raw=raw, reason=encodable(reason)))
         self._pieces.append((raw, False))
-        return self.skip_end(stop)
+        return self.end_call(stop)
 
-    def add_json_call(
-        self, start: int, stop: int, value: object, *keys: str, has_id: bool = False
-    ) -> int:
+    def add_json_call(self, start: int, stop: int, value: object, *keys: str) -> int:
         """Record the call that a JSON value describes, valid or not; return `stop`.
 
         Args:
             start, stop: Of its text.
-            value: What the JSON says; `keys` as in `call_of`.
-            has_id: Whether its format lets the model give the call an id.
+            value: What the JSON says; `keys` as in `read_call_object`.
         """
         try:
-            call = call_of(value, *keys)
+            name, arguments, call_id = read_call_object(value, *keys)
         except FaultyCall as error:
             return self.add_invalid(start, stop, str(error))
-        return self.add_call(start, stop, call.name, call.arguments, call.id if has_id else None)
+        return self.add_call(start, stop, name, arguments, call_id)
 
     def _add(self, start: int, call: ToolCall | InvalidToolCall) -> None:
         if len(self._calls) == MAX_CALLS:
-            raise TooManyCalls(start)
+            reason = f"more than {MAX_CALLS:,} calls in a turn; none is executed"
+            raw = self.text[start:]
+            self._calls = [InvalidToolCall(raw=raw, reason=reason)]
+            self._pieces = [piece for piece in self._pieces if piece[1]] + [(raw, False)]
+            raise TooManyCalls
         self._calls.append(call)
-
-    def refuse_calls(self, error: TooManyCalls) -> None:
-        """Nothing is read after a call too many, and none of the turn's calls remains."""
-        reason = f"more than {MAX_CALLS:,} calls in a turn; none is executed"
-        raw = self.text[error.at :]
-        self._calls = [InvalidToolCall(raw=raw, reason=reason)]
-        self._pieces = [piece for piece in self._pieces if piece[1]] + [(raw, False)]
-
-
-def find_last_calls(
-    text: str, at: int, opening: re.Pattern[str], read: Callable[[str, int], int]
-) -> int:
-    """Where a fault ends: before calls that are well-formed, and nothing else, to the end.
-
-    Other calls after it may be quoted in it.
-
-    Args:
-        text: The turn.
-        at: Where to search from.
-        opening: What stands before such calls.
-        read: The end of the call at a position, with what divides it from the next; raises a
-            `FaultyCall`, whose `at` is where to search on.
-    """
-    start, stop = -1, len(text)
-    for _ in range(_MAX_READ):
-        if start < 0:
-            following = opening.search(text, at)
-            if following is None:
-                break
-            start, at = following.span()
-        try:
-            at = read(text, at) if at < stop else at
-        except FaultyCall as fault:
-            if fault.is_cut:
-                break
-            start, at = -1, fault.at
-        else:
-            if at == stop:
-                return start
-    return stop
-
-
-def _is_id(value: object) -> TypeGuard[str]:
-    return isinstance(value, str) and bool(value.strip()) and is_encodable(value)
 
 
 class TaggedParser(ABC):
@@ -287,21 +272,42 @@ class TaggedParser(ABC):
         stop_tokens: Special tokens that end a turn in this format.
         reasoning_tags: Pairs of what opens and closes reasoning.
         opening: Regular expression of what may open a call.
+        nested: Finds where calls open and close; see `Nesting`.
     """
 
     stop_tokens: ClassVar[tuple[str, ...]] = ()
     reasoning_tags: ClassVar[tuple[tuple[str, str], ...]] = (("<think>", "</think>"),)
     opening: ClassVar[str]
-    _of_reasoning: ClassVar[tuple[str, ...]]
+    nested: ClassVar[re.Pattern[str]]
     _tag: ClassVar[re.Pattern[str]]
 
     def __init_subclass__(cls) -> None:
         if "opening" in vars(cls):
-            cls._of_reasoning = tuple(tag for pair in cls.reasoning_tags for tag in pair)
-            # No group around the tags: with one, `re` would try each place of a text in place of
+            # No group around the tags: with one, `re` would try each place of a text instead of
             # searching for the character that all of them begin with.
-            reasoning = "|".join(map(re.escape, cls._of_reasoning))
-            cls._tag = re.compile(f"{reasoning}|{cls.opening}")
+            tags = [re.escape(tag) for pair in cls.reasoning_tags for tag in pair]
+            cls._tag = re.compile("|".join([*tags, cls.opening]))
+
+    @abstractmethod
+    def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
+        """Whether `opening` was meant to open a call, right or wrong; else it is content."""
+
+    @abstractmethod
+    def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
+        """Read what `opening` opens into `scan`; return the position after it.
+
+        Raises:
+            FaultyCall: It is no call; it is recorded up to `find_end`.
+        """
+
+    def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
+        """Where a faulty call ends: with all that may be quoted in it, or before the next tag."""
+        at = max(fault.at, opening.end())
+        stop = None if fault.is_cut else scan.nesting(self.nested).find_stop(at)
+        if stop is not None:
+            return stop
+        is_before_tag = not fault.is_open and self._tag.match(scan.text, fault.at) is not None
+        return fault.at if is_before_tag else len(scan.text)
 
     def parse(
         self,
@@ -315,56 +321,29 @@ class TaggedParser(ABC):
         if not in_reasoning and self._tag.search(text) is None:  # most turns: all is content
             return ParsedTurn(content=encodable(text).strip())
         scan = TurnScan(text, tools)
-        try:
+        with suppress(TooManyCalls):
             self._read(scan, in_reasoning)
-        except TooManyCalls as error:
-            scan.refuse_calls(error)
-        return scan.turn()
+        return scan.build_turn()
 
     def _read(self, scan: TurnScan, in_reasoning: bool) -> None:
         at = self._read_reasoning(scan, 0, self.reasoning_tags) if in_reasoning else 0
+        closings = {closing for _, closing in self.reasoning_tags}
         for _ in range(MAX_TAGS):
             tag = self._tag.search(scan.text, at)
             if tag is None:
                 break
             scan.add_content(at, tag.start())
-            if tag[0] in self._of_reasoning:
-                at = self._read_tag(scan, tag)
-            elif not self.is_meant(scan, tag):
+            pairs = [pair for pair in self.reasoning_tags if tag[0] == pair[0]]
+            if pairs:
+                at = self._read_reasoning(scan, tag.end(), pairs)
+            elif tag[0] in closings or not self.is_meant(scan, tag):
                 at = scan.add_content(*tag.span())
             else:
-                at = self._read_meant(scan, tag)
+                try:
+                    at = self.read_call(scan, tag)
+                except FaultyCall as fault:
+                    at = scan.add_invalid(tag.start(), self.find_end(scan, tag, fault), str(fault))
         scan.add_content(at, len(scan.text))
-
-    def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
-        """Whether `opening` was meant to open a call, right or wrong; else it is content."""
-        return True
-
-    @abstractmethod
-    def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        """Read what `opening` opens into `scan`; return the position after it.
-
-        Raises:
-            FaultyCall: It is no call; it is recorded up to `find_end`.
-        """
-
-    def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
-        """Where a faulty call ends, with all that may be quoted in it."""
-        return len(scan.text)
-
-    def _read_meant(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        try:
-            return self.read_call(scan, opening)
-        except FaultyCall as fault:
-            stop = self.find_end(scan, opening, fault)
-            return scan.add_invalid(opening.start(), stop, str(fault))
-
-    def _read_tag(self, scan: TurnScan, tag: re.Match[str]) -> int:
-        """Read what a tag of reasoning opens or closes."""
-        pairs = [pair for pair in self.reasoning_tags if tag[0] == pair[0]]
-        if pairs:
-            return self._read_reasoning(scan, tag.end(), pairs)
-        return scan.add_content(*tag.span())  # it closes nothing
 
     def _read_reasoning(self, scan: TurnScan, start: int, pairs: Sequence[tuple[str, str]]) -> int:
         """Read reasoning that one of `pairs` has opened before `start`."""
