@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+import rollout
+from rollout import Outcome, Prompt
+from rollout.config import AgentConfig
 from rollout.errors import ConfigError
 from rollout.interactions import (
     Interaction,
@@ -15,6 +19,7 @@ from rollout.interactions import (
     InteractionTurn,
     ScriptedUser,
 )
+from rollout.testing import Scenario, run_virtual
 
 
 @pytest.fixture(params=["trio", "asyncio"])
@@ -50,6 +55,30 @@ async def test_interaction_answers_until_it_is_done() -> None:
         InteractionTurn("try again", score=0.0),
         InteractionTurn("right", is_done=True, score=1.0),
     ]
+
+
+@pytest.mark.parametrize(
+    ("turn", "error"),
+    [
+        ("And then?", "respond of the interaction 'odd' returned 'And then?'; expected an Inter"),
+        (InteractionTurn("And?", score=math.nan), "respond of the interaction returned nan; expe"),
+    ],
+)
+def test_respond_that_returns_something_else_fails_its_trajectory(turn: Any, error: str) -> None:
+    class Odd(Interaction):
+        name = "odd"
+
+        async def respond(self, messages: Sequence[Any]) -> InteractionTurn:
+            return turn  # type: ignore[no-any-return]
+
+    async def act() -> None:
+        config = Scenario(seed=1).reply("", "Hello").config(agent=AgentConfig(interaction="odd"))
+        async with rollout.open_rollout(config, interactions=[Odd]) as runtime:
+            (trajectory,) = (await runtime.generate([Prompt("Hi")])).trajectories
+        assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "agent")
+        assert error in str(trajectory.cause)
+
+    run_virtual(act)
 
 
 @pytest.mark.anyio

@@ -65,6 +65,14 @@ async def test_model_sees_the_conversation_from_the_users_side(
     ]
 
 
+async def test_fields_of_the_servers_own_are_sent() -> None:
+    with Endpoint(says("Tea.")) as endpoint:
+        async with speaking(endpoint.url, sampling={"top_k": 40, "temperature": 0.5}) as speaker:
+            await speaker.respond(TALK)
+    (body,) = endpoint.asked
+    assert (body["top_k"], body["temperature"], body["model"]) == (40, 0.5, "m")
+
+
 async def test_user_is_done_when_its_model_says_so_and_after_its_last_turn() -> None:
     with Endpoint(says("And?"), says(f"Thanks. {DONE}"), says("more?")) as endpoint:
         for options in ({}, {"max_turns": 1}):
@@ -90,6 +98,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "http://host/a.png"}}
     [
         ((401, "bad key"), RolloutError, r"HTTP 401: bad key$"),
         ((200, "[]"), RolloutError, r"not a chat completion: \[\]$"),
+        ((200, "<html>"), RolloutError, r"no answer \(JSONDecodeError: "),
         ((500, "x" * 900), RolloutError, r"HTTP 500: x{200}$"),
         (says([IMAGE]), MediaError, r"content\[0\]: only parts"),
         (None, RolloutError, r"no answer \(ConnectError"),
@@ -118,8 +127,10 @@ async def test_persona_with_a_field_that_the_prompt_lacks_is_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({"max_turns": 0}, "max_turns = 0, max_tries = 3: expected at least 1 each"),
-        ({"max_tries": 0}, "max_turns = 8, max_tries = 0: expected at least 1 each"),
+        ({"max_turns": 0}, "max_turns = 0, max_tries = 3, timeout_s = 60.0: expected at least 1"),
+        ({"max_tries": 0}, "max_turns = 8, max_tries = 0, timeout_s = 60.0: expected at least 1"),
+        ({"timeout_s": -1}, "max_turns = 8, max_tries = 3, timeout_s = -1: expected at least 1"),
+        ({"base_url": 5}, "base_url = 5: expected an http or https URL"),
         (
             {"base_url": "localhost:8000"},
             "base_url = 'localhost:8000': expected an http or https URL",

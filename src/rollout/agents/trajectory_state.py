@@ -15,9 +15,10 @@ from rollout.agents.media_intake import get_content, replace_content
 from rollout.agents.rendering import Renderer
 from rollout.bridge import loop_clock
 from rollout.chat.messages import join_contents, text_of_content
+from rollout.chat.reward_values import finite_number
 from rollout.engine.core import WHOLE_ANSWERS
 from rollout.errors import AgentError, LimitExceeded, ToolError
-from rollout.interactions import InteractionContext
+from rollout.interactions import InteractionContext, InteractionTurn
 from rollout.limits import CARRY_S, NEVER, Clock, Deadline
 from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
 from rollout.tools.attempt import attempt
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from rollout.agents.services import Services
     from rollout.agents.turn_log import TurnLog
     from rollout.engine.pool.generation import Generation
-    from rollout.interactions import Interaction, InteractionTurn
+    from rollout.interactions import Interaction
     from rollout.seeds import Identity
     from rollout.tools import ToolResult, TrajectoryTools
 
@@ -197,8 +198,11 @@ class TrajectoryState:
 
     def read_user_turn(self, turn: InteractionTurn) -> list[Message]:
         """Add what the user's turn brings to the trajectory; return the messages with its words."""
+        if not isinstance(turn, InteractionTurn):
+            what = f"respond of the interaction {self.user_name!r} returned {turn!r:.80}"
+            raise AgentError(f"{what}; expected an InteractionTurn")
         if turn.score is not None:
-            self.turn_scores.append(turn.score)
+            self.turn_scores.append(finite_number(turn.score, USER, field="score"))
         self.extra.update(turn.extra)
         if turn.is_done:
             return []

@@ -48,7 +48,7 @@ class ModelUser:
         name: What prompts and ``agent.interaction`` call it.
         api_key_variable: The environment variable with the key; None sends none.
         max_turns: Messages after which the user leaves.
-        sampling: Further fields of the request: ``{"temperature": 0.7, "max_tokens": 200}``.
+        sampling: Further fields of the request, the server's own too: ``{"top_k": 40}``.
         timeout_s: Of one try.
         max_tries: Of each message.
 
@@ -69,10 +69,10 @@ class ModelUser:
         timeout_s: float = 60.0,
         max_tries: int = 3,
     ) -> None:
-        if min(max_turns, max_tries) < 1:
-            text = f"max_turns = {max_turns}, max_tries = {max_tries}: expected at least 1 each"
+        if min(max_turns, max_tries) < 1 or timeout_s <= 0:
+            text = f"{max_turns = }, {max_tries = }, {timeout_s = }: expected at least 1, 1 and > 0"
             raise ConfigError(f"interaction {name!r}: {text}")
-        if not base_url.startswith(("http://", "https://")):
+        if not str(base_url).startswith(("http://", "https://")):
             raise ConfigError(
                 f"interaction {name!r}: base_url = {base_url!r}: expected an http or https URL"
             )
@@ -84,7 +84,7 @@ class ModelUser:
                 f'interaction {name!r} needs openai: pip install "rollout-rl[users]" ({error})'
             ) from error
         self.name, self.persona, self.max_turns = name, persona, max_turns
-        self.fields = {"model": model, **(sampling or {})}
+        self.fields = {"model": model, "extra_body": dict(sampling or {})}
         certificates = httpx.create_ssl_context()  # once: it reads all of them
         api_key = os.environ.get(api_key_variable or "", "none")  # the client wants one
 
@@ -143,7 +143,7 @@ class _PlayedUser(Interaction):
         except openai.APIStatusError as error:
             why = f"HTTP {error.status_code}: {error.response.text[:_QUOTED]}"
             raise RolloutError(f"{label}: {why}") from None
-        except openai.APIError as error:
+        except (openai.APIError, ValueError) as error:  # also what is no JSON
             cause = error.__cause__ or error
             raise RolloutError(f"{label}: no answer ({type(cause).__name__}: {cause})") from None
         try:
