@@ -29,7 +29,7 @@ from rollout.scheduling.scheduler import Scheduler
 from rollout.scheduling.trajectory import TrajectoryRun
 from rollout.seeds import Identity, derive_seed
 from rollout.tools import Tool, ToolContext, ToolSession
-from rollout.tools.trajectory_tools import TrajectoryTools
+from rollout.tools.executor import TrajectoryTools
 from slow_cases import slow_but
 from trials import findings
 

@@ -10,7 +10,7 @@ import attrs
 
 from rollout.errors import ToolError
 from rollout.limits import Clock, Deadline
-from rollout.tools.attempt import attempt
+from rollout.tools.calls import attempt
 from rollout.types import Outcome
 
 if TYPE_CHECKING:

@@ -31,8 +31,7 @@ from rollout.child_processes import (
 )
 from rollout.errors import ToolError
 from rollout.function_refs import FunctionRef, NotImportableError, check_top_level, function_ref
-from rollout.tools.attempt import describe
-from rollout.tools.results import ToolResult, normalise_result
+from rollout.tools.results import ToolResult, describe_error, normalise_result
 from rollout.tools.schemas import (
     SchemaCheck,
     as_openai_schema,
@@ -339,6 +338,9 @@ class FunctionTool(Tool, Generic[P, R]):
             faults = error.errors(include_url=False, include_context=False)
             texts = [f"{write_path(each['loc'])}: {each['msg']}" for each in faults]
             raise ToolError(f"invalid arguments for {self.name!r}: {'; '.join(texts)}") from None
+        except Exception as error:  # the arguments' own types may raise anything
+            text = f"invalid arguments for {self.name!r}: {describe_error(error)}"
+            raise ToolError(text) from error
 
     @functools.cached_property
     def function_ref(self) -> FunctionRef | None:
@@ -460,7 +462,7 @@ def answer(found: Any, body: bytes) -> bytes:
         fields = msgspec.structs.asdict(normalise_result(value)).items()
     except BaseException as error:
         is_transient = tool.policy.is_transient(error)
-        raise (TransientError if is_transient else ToolError)(describe(error)) from None
+        raise (TransientError if is_transient else ToolError)(describe_error(error)) from None
     own = {name: field for name, field in fields if field != ()}
     try:
         return msgspec.msgpack.encode(own)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 from pydantic import BaseModel
 
-from rollout.errors import MediaError
+from rollout.errors import MediaError, ToolError
 from rollout.media import Media
 from rollout.media.parts import (
     NO_AUDIO,
@@ -21,7 +21,11 @@ from rollout.media.parts import (
     kind_of_media,
     media_part,
 )
+from rollout.scopes import find_exception
+from rollout.types import read_message
 
+#: Characters of an exception's message that the model sees.
+MAX_MESSAGE = 500
 #: What the model reads where a tool answers None.
 NO_OUTPUT = "(no output)"
 TruncateSide = Literal["left", "right", "middle"]
@@ -88,6 +92,16 @@ class Answers(msgspec.Struct, gc=False):
 def error_result(text: str) -> ToolResult:
     """The answer that tells the model what went wrong."""
     return ToolResult(text, is_error=True)
+
+
+def describe_error(error: BaseException) -> str:
+    """One short text for the model: type and message; a `ToolError` speaks for itself."""
+    leaf = find_exception(error) or error
+    message = read_message(leaf)
+    if len(message) > MAX_MESSAGE:
+        message = message[:MAX_MESSAGE] + "…"
+    name = "" if isinstance(leaf, ToolError) and message else type(leaf).__name__
+    return ": ".join(filter(None, (name, message)))
 
 
 def normalise_result(value: Any) -> ToolResult:
