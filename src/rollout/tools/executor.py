@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.lowlevel
-import msgspec
+from msgspec.structs import replace
 
 from rollout.bridge import loop_clock
 from rollout.child_processes import ChildProcesses, NotImportedError
@@ -313,12 +313,13 @@ class TrajectoryTools:
         turn = self._check_calls(calls, offered, events)
         with limit.open(None, ""):  # also of what waits for another call, or for a slot
             await self._open_used(turn, limit)
-            running = [each for each in turn if each.result is None]
-            if len(running) == 1:  # a task of its own would cost as much as the call
-                await self._run_call(running[0], limit)
-            else:
-                await self._run_together(running, limit)
-        return [self._bound_text(each.result) for each in turn if each.result is not None]
+            await self._run_together([each for each in turn if each.result is None], limit)
+        bound, side = self._executor._max_length, self._executor._side
+        return [
+            replace(result, text=encodable(truncate_text(result.text, bound, side)))
+            for result in (each.result for each in turn)
+            if result is not None
+        ]
 
     def recall(
         self,
@@ -334,11 +335,6 @@ class TrajectoryTools:
             self._count(each, answers.seconds / len(recalled))
         return list(answers.results)
 
-    def _bound_text(self, result: ToolResult) -> ToolResult:
-        executor = self._executor
-        text = truncate_text(result.text, executor._max_length, executor._side)
-        return msgspec.structs.replace(result, text=encodable(text))
-
     def _check_calls(
         self,
         calls: Sequence[ToolCall | InvalidToolCall],
@@ -346,34 +342,32 @@ class TrajectoryTools:
         events: CallEvents | None = None,
     ) -> list[Call]:
         """Check the calls of a turn; those that cannot run are answered."""
-        most, now, turn = self._executor._max_calls, self._clock(), list[Call]()
-        for position, call in enumerate(calls):
-            tool = call.name if isinstance(call, ToolCall) else NOT_PARSED
-            if isinstance(call, ToolCall) and tool not in self._gates:
-                tool = UNKNOWN_TOOL
-            turn.append(each := Call(position, call, tool, now, events))
-            if position >= most and isinstance(call, ToolCall):  # nor is it invalid
-                limit = f"at most {most} calls per turn (agent.max_parallel_calls)"
-                self._refuse(each, error_result(f"not executed: {limit}; call it again"))
-                continue
-            try:
-                each.checked = self._check(call, offered)
-                self.invalid_in_a_row = 0
-            except ToolError as error:
-                self.invalid_in_a_row += 1
-                self._refuse(each, error_result(str(error)))
-        return turn
-
-    def _check(self, call: ToolCall | InvalidToolCall, offered: Collection[str] | None) -> ToolCall:
-        """Return the call as its tool gets it; a `ToolError` says why it cannot run as it is."""
-        if isinstance(call, InvalidToolCall):
-            raise ToolError(f"invalid tool call: {call.reason}")
+        most, turn = self._executor._max_calls, list[Call]()
         names = [name for name in self._gates if offered is None or name in offered]
-        if call.name not in names:
-            raise ToolError(f"unknown tool {call.name!r}; known tools: {quote_all(names)}")
-        kwargs = self._kwargs.get(call.name) or {}
-        arguments = self._gates[call.name].check(call.arguments, kwargs)
-        return msgspec.structs.replace(call, arguments=arguments)
+        for position, call in enumerate(calls):
+            tool, fault, is_in_order = NOT_PARSED, "", position < most
+            if isinstance(call, ToolCall):
+                tool = call.name if call.name in self._gates else UNKNOWN_TOOL
+            turn.append(each := Call(position, call, tool, self._clock(), events))
+            if isinstance(call, InvalidToolCall):
+                fault, is_in_order = f"invalid tool call: {call.reason}", True
+            elif not is_in_order:
+                limit = f"at most {most} calls per turn (agent.max_parallel_calls)"
+                fault = f"not executed: {limit}; call it again"
+            elif call.name not in names:
+                fault = f"unknown tool {call.name!r}; known tools: {quote_all(names)}"
+            else:
+                try:
+                    kwargs = self._kwargs.get(tool) or {}
+                    arguments = self._gates[tool].check(call.arguments, kwargs)
+                    each.checked = replace(call, arguments=arguments)
+                except ToolError as error:
+                    fault = str(error)
+            if is_in_order:
+                self.invalid_in_a_row = self.invalid_in_a_row + 1 if fault else 0
+            if fault:
+                self._refuse(each, error_result(fault))
+        return turn
 
     def _refuse(self, call: Call, result: ToolResult) -> None:
         """Answer a call that does not run."""
@@ -385,6 +379,9 @@ class TrajectoryTools:
 
         What one raises ends the others, and leaves as itself.
         """
+        if len(calls) == 1:  # a task of its own would cost as much as the call
+            await self._run_call(calls[0], turn)
+            return
         try:
             async with anyio.create_task_group() as tasks:
                 for call in calls:
@@ -404,7 +401,7 @@ class TrajectoryTools:
         async def execute() -> ToolResult:
             return normalise_result(await session.execute(checked))
 
-        given = call.call.arguments, self._kwargs.get(call.tool)
+        key = call.call.arguments, self._kwargs.get(call.tool)
         activity = f"tool {call.tool!r} of trajectory {self._context.uid}/{self._context.member}"
         serial = session.serial
         async with nullcontext() if serial is None else self._locks[id(serial)]:
@@ -412,7 +409,7 @@ class TrajectoryTools:
             self._running[call] = None
             call.emit_started()
             try:
-                call.result = await self._gates[call.tool].answer(execute, given, turn, activity)
+                call.result = await self._gates[call.tool].answer(execute, key, turn, activity)
             finally:
                 self._end_call(call)
 
@@ -489,7 +486,7 @@ class TrajectoryTools:
         """Open a tool within `tool_s`; a `ToolError` where it raises or takes longer."""
         tool, context = self._gates[name].tool, self._context
         if kwargs := self._kwargs.get(name):
-            context = msgspec.structs.replace(context, kwargs=dict(kwargs))
+            context = replace(context, kwargs=dict(kwargs))
         try:
             if isinstance(tool, FunctionTool):  # which has nothing to wait for
                 self._opened[name] = tool.open_session(context)
@@ -505,15 +502,15 @@ class TrajectoryTools:
 
     async def _start(self, tool: Tool, context: ToolContext, limit: Limit) -> None:
         containment, what = current_containment(), f"open of tool {tool.name!r}"
-        task = None if containment is None else Contained[None](containment, what)
-        open_session = partial(self._open_session, tool, context, limit, task)
-        if task is None:  # outside of a runtime
+        code = None if containment is None else Contained[None](containment, what)
+        open_session = partial(self._open_session, tool, context, limit, code)
+        if code is None:  # outside of a runtime
             await attempt(open_session, limit=limit, what=what)
         else:
-            await conclude(task, task.run(open_session), limit)
+            await conclude(code, code.run(open_session), limit)
 
     async def _open_session(
-        self, tool: Tool, context: ToolContext, limit: Limit, task: Contained[None] | None
+        self, tool: Tool, context: ToolContext, limit: Limit, code: Contained[None] | None
     ) -> None:
         """Open a session, and close it in the same task: it may have a group open.
 
@@ -522,16 +519,16 @@ class TrajectoryTools:
         session = await tool.open(context)
         if not isinstance(session, ToolSession):
             raise ToolError(f"open returned {type(session).__name__}; expected a ToolSession")
-        if task is not None and task.scope.cancel_called:  # it shielded itself: nobody waits for it
+        if code is not None and code.scope.cancel_called:  # it shielded itself: nobody waits for it
             with cleanup_scope(self._executor._cleanup_s):
                 await session.close()
             await anyio.lowlevel.checkpoint()  # which ends here
         self._opened[tool.name] = session
         if type(session).close is not ToolSession.close:
-            self._closing.push_async_callback(self._close_session, tool.name, session, task)
-            if task is not None:
+            self._closing.push_async_callback(self._close_session, tool.name, session, code)
+            if code is not None:
                 limit.release()
-                await task.pause()
+                await code.pause()
                 await session.close()
 
     async def calc_rewards(self) -> list[float]:
@@ -547,22 +544,21 @@ class TrajectoryTools:
         for name, session in list(self._opened.items()):
             if type(session).calc_reward is ToolSession.calc_reward:
                 continue
-            limit, what = self._executor._tool_s, f"calc_reward of tool {name!r}"
-            clock = Clock(Deadline.after(limit, "limits.tool_s"))
+            clock = Clock(Deadline.after(self._executor._tool_s, "limits.tool_s"))
+            what = f"calc_reward of tool {name!r}"
             try:
                 value: Any = await attempt(session.calc_reward, limit=clock, what=what)
+                if (reward := read_reward(value)) is None and value is not None:
+                    raise ToolError(f"it returned {value!r:.80}; expected a finite number")
             except ToolError as error:
                 if session.decides_reward:
                     raise ToolError(f"tool {name!r}: calc_reward failed: {error}") from error
                 logger.warning("tool %r: calc_reward failed: %s", name, error)
                 continue
-            if (reward := read_reward(value)) is not None:
+            if reward is not None:
                 rewards.append(reward)
                 if session.decides_reward:
                     self.reward = (self.reward or 0.0) + reward
-            elif value is not None:
-                text = "tool %r: calc_reward returned %.80r; expected a finite number"
-                logger.warning(text, name, value)
         return rewards
 
     async def close(self) -> None:
@@ -578,15 +574,15 @@ class TrajectoryTools:
             await self._closing.aclose()
 
     async def _close_session(
-        self, name: str, session: ToolSession, task: Contained[None] | None
+        self, name: str, session: ToolSession, code: Contained[None] | None
     ) -> None:
         limit = Clock(Deadline.after(self._executor._cleanup_s, "limits.cleanup_s"))
         what = f"close of tool {name!r}"
         try:
-            if task is None:
+            if code is None:
                 await attempt(session.close, limit=limit, what=what)
             else:
-                task.what = what
-                await conclude(task, task.finish(), limit)
+                code.what = what
+                await conclude(code, code.finish(), limit)
         except ToolError as error:
             logger.warning("tool %r: close failed: %s", name, error)
