@@ -12,12 +12,13 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import anyio
+import msgspec
 
 from rollout.config.checks import Count, Positive, Rule, is_http_url
 from rollout.errors import ToolError
 from rollout.lazy import import_extra
 from rollout.scopes import open_task_group
-from rollout.tools.results import ToolResult, error_result
+from rollout.tools.results import ToolResult, read_parts
 from rollout.tools.schemas import quote_all
 from rollout.tools.tool import Tool, ToolContext, ToolSession, check_options
 
@@ -149,7 +150,7 @@ class _McpSession(ToolSession):
 
     async def execute(self, call: ToolCall) -> ToolResult:
         answer = await self._connection.call(self._tool.their_name, dict(call.arguments))
-        return _make_result(self._tool.name, answer)
+        return _make_result(answer)
 
 
 class _OwningSession(_McpSession):
@@ -159,22 +160,23 @@ class _OwningSession(_McpSession):
         await self._connection.leave()
 
 
-def _make_result(name: str, answer: Any) -> ToolResult:
+def _make_result(answer: Any) -> ToolResult:
     """The observation for a server's answer: its texts, and its images."""
-    texts, images = [], []
-    for block in answer.content:
-        content = block.resource if block.type == "resource" else block
-        if hasattr(content, "text"):
-            texts.append(content.text)
-        elif block.type == "resource_link":
-            texts.append(f"{block.name}: {block.uri}")
-        elif str(getattr(content, "mime_type", None)).startswith("image/"):
-            data = content.blob if block.type == "resource" else content.data
-            images.append({"type": "image", "data": data, "mimeType": content.mime_type})
-        else:
-            found = f"{name}: the server answered with {block.type} content"
-            return error_result(f"{found}; only text and images can be observed")
-    data, is_error = answer.structured_content, bool(answer.is_error)
-    if not texts and data is not None:
-        texts.append(json.dumps(data, ensure_ascii=False))
-    return ToolResult("\n".join(texts), data=data, is_error=is_error, images=tuple(images))
+    shown = read_parts("the MCP server's answer", map(_read_block, answer.content))
+    data, text = answer.structured_content, shown.text
+    if not text and data is not None:
+        text = json.dumps(data, ensure_ascii=False)
+    return msgspec.structs.replace(shown, text=text, data=data, is_error=bool(answer.is_error))
+
+
+def _read_block(block: Any) -> str | dict[str, Any]:
+    """A block of a server's answer as a text or a part."""
+    content = block.resource if block.type == "resource" else block
+    if block.type == "resource_link":
+        return f"{block.name}: {block.uri}"
+    if hasattr(content, "text"):
+        return str(content.text)
+    if not str(mime := getattr(content, "mime_type", None)).startswith("image/"):
+        return {"type": block.type}
+    data = content.blob if block.type == "resource" else content.data
+    return {"type": "image", "data": data, "mimeType": mime}
