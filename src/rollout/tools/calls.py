@@ -96,19 +96,12 @@ class Call(msgspec.Struct, eq=False, gc=False):
         events.tell_event(self.to.where["trajectory"], event, (self.call, shown))
 
 
-async def attempt(
-    action: Callable[[], Awaitable[T]],
-    *,
-    limit: Limit,
-    what: str,
-    activity: str | None = None,
-) -> T:
+async def attempt(action: Callable[[], Awaitable[T]], *, limit: Limit, what: str) -> T:
     """Await what `action` returns; it runs in a task of its own.
 
     Args:
         action: Runs within `limit`.
-        what: What it is, for messages.
-        activity: Whose work it is, where it blocks the event loop.
+        what: What it is, for messages, also where it blocks the event loop.
 
     Raises:
         ToolError: It raised anything but KeyboardInterrupt, which is raised as itself; or `limit`
@@ -117,7 +110,7 @@ async def attempt(
         UnresponsiveError: It was cancelled, and did not end.
     """
     async with containment_here() as containment:
-        code: Contained[T] = Contained(containment, what, activity)
+        code: Contained[T] = Contained(containment, what, what)
         return await conclude(code, code.run(action), limit)
 
 
@@ -170,11 +163,7 @@ class ToolGate:
         return self._check.check(arguments)
 
     async def answer(
-        self,
-        execute: Callable[[], Awaitable[ToolResult]],
-        key: object,
-        turn: Limit,
-        activity: str,
+        self, execute: Callable[[], Awaitable[ToolResult]], key: object, turn: Limit, what: str
     ) -> ToolResult:
         """Return the cached result of a call, or that of its last try, which may have failed.
 
@@ -182,7 +171,7 @@ class ToolGate:
             execute: Makes the call.
             key: What its result is cached by.
             turn: The limit around that of the call, which begins with its slot, for all tries.
-            activity: Whose work it is, where it blocks the event loop.
+            what: Whose call it is, for messages.
 
         Raises:
             LimitExceeded: The turn's limit was over.
@@ -191,7 +180,7 @@ class ToolGate:
         result = self._cache.pop(packed, None) or self.find_refusal()
         if result is None:
             try:
-                result = await self._try(execute, turn, activity)
+                result = await self._try(execute, turn, what)
             except ToolError as error:
                 return self.note_failure(error)
             self._failures, self._refuses_until = 0, -math.inf
@@ -202,16 +191,16 @@ class ToolGate:
         return result
 
     async def _try(
-        self, execute: Callable[[], Awaitable[ToolResult]], turn: Limit, activity: str
+        self, execute: Callable[[], Awaitable[ToolResult]], turn: Limit, what: str
     ) -> ToolResult:
         """Make a call until it fails otherwise than in passing, or there is no time for a retry."""
-        policy, limit, tries, what = self._policy, None, 0, f"tool {self.tool.name!r}"
+        policy, limit, tries = self._policy, None, 0
         while True:
             tries += 1
             try:
                 async with self._take_slot() if self._has_queue else nullcontext():
                     limit = limit or turn.open(self._call_s, self._source)
-                    return await attempt(execute, limit=limit, what=what, activity=activity)
+                    return await attempt(execute, limit=limit, what=what)
             except ToolError as error:
                 assert limit is not None
                 cause, pause_s = error.__cause__, policy.backoff_s * 2 ** (tries - 1)

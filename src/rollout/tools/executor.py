@@ -402,14 +402,14 @@ class TrajectoryTools:
             return normalise_result(await session.execute(checked))
 
         key = call.call.arguments, self._kwargs.get(call.tool)
-        activity = f"tool {call.tool!r} of trajectory {self._context.uid}/{self._context.member}"
+        what = f"tool {call.tool!r} of trajectory {self._context.uid}/{self._context.member}"
         serial = session.serial
         async with nullcontext() if serial is None else self._locks[id(serial)]:
             call.began = self._clock()
             self._running[call] = None
             call.emit_started()
             try:
-                call.result = await self._gates[call.tool].answer(execute, key, turn, activity)
+                call.result = await self._gates[call.tool].answer(execute, key, turn, what)
             finally:
                 self._end_call(call)
 
