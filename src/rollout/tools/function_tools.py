@@ -384,8 +384,8 @@ class FunctionTool(Tool, Generic[P, R]):
             raise ToolError(f"{self.name}: its arguments are not plain data: {error}") from error
         try:
             async with processes.worker() as child:
-                fields = msgspec.msgpack.decode(await child.ask(self.function_ref, body))
-                return ToolResult(**fields)
+                reply = await child.ask(self.function_ref, body)
+                return msgspec.msgpack.decode(reply, type=ToolResult)
         except ChildDiedError as error:
             raise ToolError(f"the process of {self.name!r} {error}") from None
         except ChildRaisedError as error:
@@ -439,7 +439,7 @@ def function_tool(function: Any = None, /, *, name: str | None = None, **options
 
 
 def answer(found: Any, body: bytes) -> bytes:
-    """The fields of a call's `ToolResult`.
+    """A call's `ToolResult`, encoded.
 
     Args:
         found: The function, or the `FunctionTool` that it is in.
@@ -452,15 +452,14 @@ def answer(found: Any, body: bytes) -> bytes:
     tool = found if isinstance(found, FunctionTool) else _make_tool(found, name)
     try:
         value = resolve_outcome(tool.function(**tool._read_arguments(arguments)))
-        fields = msgspec.structs.asdict(normalise_result(value)).items()
+        result = normalise_result(value)
     except BaseException as error:
         is_transient = tool.policy.is_transient(error)
         raise (TransientError if is_transient else ToolError)(describe_error(error)) from None
-    own = {name: field for name, field in fields if field != ()}
     try:
-        return msgspec.msgpack.encode(own)
+        return msgspec.msgpack.encode(result)
     except Exception:  # data that only this process can hold stays here; the text has its words
-        return msgspec.msgpack.encode(own | {"data": None, "metrics": {}})
+        return msgspec.msgpack.encode(msgspec.structs.replace(result, data=None, metrics={}))
 
 
 @functools.cache

@@ -209,24 +209,24 @@ class LineBuffer:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._head, self._tail, self._size = bytearray(), b"", 0
+        self._max_bytes, self._line, self._size = max_bytes, bytearray(), 0
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Yield the lines that end within `data`, but for blank ones."""
         for number, piece in enumerate(data.split(b"\n")):
             if number and (line := self._end_line()).strip():
                 yield line
-            self._head += piece[: max(0, self._max_bytes - len(self._head))]
-            self._tail = (self._tail + piece)[-_ENDS:]
+            self._line += piece
             self._size += len(piece)
+            if self._size > self._max_bytes:
+                del self._line[_ENDS:-_ENDS]
 
     def _end_line(self) -> bytes:
-        line, tail, size = bytes(self._head), self._tail, self._size
-        self._head, self._tail, self._size = bytearray(), b"", 0
+        line, size = bytes(self._line), self._size
+        self._line, self._size = bytearray(), 0
         if size <= self._max_bytes:
             return line
-        if (found := _ID.search(line[:_ENDS] + tail)) is None:
+        if (found := _ID.search(line)) is None:
             return b""
         error = {"code": -32603, "message": _describe_limit(self._max_bytes)}
         answer = {"jsonrpc": "2.0", "id": json.loads(found[1] or found[2]), "error": error}

@@ -36,7 +36,7 @@ MARKERS = {"left": "(truncated)...", "right": "...(truncated)", "middle": "...(t
 SIDES_BY_VERL: dict[str, TruncateSide] = {"left": "right", "right": "left", "middle": "middle"}
 
 
-class ToolResult(msgspec.Struct, frozen=True):
+class ToolResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """The answer to one tool call.
 
     Attributes:
