@@ -25,13 +25,12 @@ from mcp.os.posix.utilities import terminate_posix_process_tree
 from mcp.shared.message import SessionMessage
 
 from rollout.errors import ToolError
-from rollout.scopes import find_exception
+from rollout.scopes import find_exception, open_task_group
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
-    from anyio import TaskHandle
-    from anyio.abc import ByteSendStream, Process, TaskStatus
+    from anyio.abc import ByteSendStream, Process
 
 logger = logging.getLogger("rollout.tools")
 
@@ -61,18 +60,31 @@ def _is_over(error: MCPError) -> bool:
     return is_closed or error.message == "Session terminated"  # the SDK's word for a 404
 
 
+@asynccontextmanager
+async def keep_up(connections: Sequence[Connection]) -> AsyncIterator[Sequence[Connection]]:
+    """Connect them, and connect them again whenever their server is lost, until the block ends.
+
+    Raises:
+        ToolError: A first connection failed; later failures are logged, and tried again.
+    """
+    async with open_task_group() as tasks:
+        for connection in connections:
+            tasks.start_soon(connection.keep)
+        for connection in connections:
+            await connection.tried.wait()
+        yield connections
+
+
 class Connection:
-    """A connection to a server, kept up by a task of its own.
+    """A connection to a server; see `keep_up`.
 
     `open_transport` is called with a file for a command's standard error, and with what to call
     when its output ends.
 
     Attributes:
         tools: What the server offered when it was last connected.
-        task: The one that keeps it up.
+        tried: Set where there is a client, or connecting again has failed.
     """
-
-    task: TaskHandle[None]
 
     def __init__(
         self,
@@ -86,30 +98,26 @@ class Connection:
         self.tools: list[mcp_types.Tool] = []
         self._client: Client | None = None  # while the server can be called
         self._fault = ""  # what became of the server
-        #: Set where there is a client, or connecting has failed; and where the server is lost.
-        self._tried, self._ended = anyio.Event(), anyio.Event()
+        self.tried, self._ended = anyio.Event(), anyio.Event()
 
-    async def keep(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+    async def keep(self) -> None:
         """Connect, and connect again when the server is lost, until cancelled.
 
         Raises:
-            ToolError: The first connection failed; later failures are logged, and tried again.
+            ToolError: The first connection failed.
         """
-        if not await self._serve(task_status):
+        if not await self._serve():
             raise ToolError(f"MCP server {self._label!r}: {self._fault}")
         backoff_s = BACKOFF_S
         while True:
             logger.warning("MCP server %r: %s; connecting again", self._label, self._fault)
             await anyio.sleep(backoff_s)
-            was_there = await self._serve(anyio.TASK_STATUS_IGNORED)
+            was_there = await self._serve()
             backoff_s = BACKOFF_S if was_there else min(2 * backoff_s, MAX_BACKOFF_S)
+            if not was_there:
+                self.tried.set()
 
-    async def leave(self) -> None:
-        """End the connection and its task; returns when both have ended."""
-        self.task.cancel()
-        await self.task.wait()
-
-    async def _serve(self, task_status: TaskStatus[None]) -> bool:
+    async def _serve(self) -> bool:
         """Connect, and stay until the server is lost; False where it could not be reached."""
         self._ended, client = anyio.Event(), None
         with tempfile.TemporaryFile("w+", errors="replace") as errors:
@@ -121,8 +129,7 @@ class Connection:
                         self.tools = await _list_tools(starting)
                         client = self._client = starting
                         self._fault, scope.deadline = "ended", math.inf
-                        self._tried.set()
-                        task_status.started()
+                        self.tried.set()
                         await self._wait_for_end(client)
                         scope.cancel()  # a frozen server may block a farewell
                 fault = f"no answer within start_timeout_s = {self._start_timeout_s:g} s"
@@ -135,7 +142,6 @@ class Connection:
                 errors.seek(0)
                 lines = map(str.rstrip, errors.read().splitlines()[-QUOTED_LINES:])
                 self._fault = "\n    ".join([fault, *lines])
-                self._tried.set()
         return client is not None
 
     async def _wait_for_end(self, client: Client) -> None:
@@ -157,7 +163,7 @@ class Connection:
     def _lose(self, client: Client | None) -> None:
         """A client is of no more use."""
         if client is not None and client is self._client:
-            self._client, self._tried = None, anyio.Event()
+            self._client, self.tried = None, anyio.Event()
             self._ended.set()
 
     async def call(self, name: str, arguments: dict[str, Any]) -> mcp_types.CallToolResult:
@@ -168,7 +174,7 @@ class Connection:
                 froze with the call under way.
         """
         if self._client is None:
-            await self._tried.wait()
+            await self.tried.wait()
         if (client := self._client) is None:
             raise ToolError(
                 f"the MCP server is not there ({self._fault}), and is being started again; "
