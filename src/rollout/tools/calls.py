@@ -138,7 +138,12 @@ async def conclude(code: Contained[T], running: Awaitable[object], limit: Limit)
 
 
 class ToolGate:
-    """Runs the calls of one tool as its policy says, for all trajectories of a runtime."""
+    """Runs the calls of one tool as its policy says, for all trajectories of a runtime.
+
+    Attributes:
+        tool: The tool.
+        has_queue: Whether calls may wait for a slot.
+    """
 
     def __init__(self, tool: Tool, tool_s: float | None, tally: Tally) -> None:
         self.tool, self._policy, self._tally = tool, (policy := tool.policy), tally
@@ -146,7 +151,7 @@ class ToolGate:
         self._call_s, self._source = tool_s, "limits.tool_s"
         if policy.timeout_s is not None:
             self._call_s, self._source = policy.timeout_s, f"timeout_s of {tool.name!r}"
-        self._has_queue = (policy.max_concurrency or policy.rate_limit_per_s) is not None
+        self.has_queue = (policy.max_concurrency or policy.rate_limit_per_s) is not None
         self._slots = anyio.CapacityLimiter(policy.max_concurrency or math.inf)
         self._starting, self._next_start = anyio.Lock(), 0.0
         self._cache: dict[bytes, ToolResult] = {}  # the result used longest ago first
@@ -198,7 +203,7 @@ class ToolGate:
         while True:
             tries += 1
             try:
-                async with self._take_slot() if self._has_queue else nullcontext():
+                async with self._take_slot() if self.has_queue else nullcontext():
                     limit = limit or turn.open(self._call_s, self._source)
                     return await attempt(execute, limit=limit, what=what)
             except ToolError as error:

@@ -311,7 +311,8 @@ class TrajectoryTools:
         if self.is_closed:
             raise ToolError("the tools of this trajectory are closed")
         turn = self._check_calls(calls, offered, events)
-        with limit.open(None, ""):  # also of what waits for another call, or for a slot
+        waits = any(self._may_wait(each.tool) for each in turn if each.result is None)
+        with limit.open(None, "") if waits else nullcontext():
             await self._open_used(turn, limit)
             await self._run_together([each for each in turn if each.result is None], limit)
         bound, side = self._executor._max_length, self._executor._side
@@ -320,6 +321,11 @@ class TrajectoryTools:
             for result in (each.result for each in turn)
             if result is not None
         ]
+
+    def _may_wait(self, name: str) -> bool:
+        """Whether a call of this tool may wait: for the tool, for another call or for a slot."""
+        session = self._opened.get(name)
+        return session is None or session.serial is not None or self._gates[name].has_queue
 
     def recall(
         self,
