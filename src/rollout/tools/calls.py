@@ -96,12 +96,15 @@ class Call(msgspec.Struct, eq=False, gc=False):
         events.tell_event(self.to.where["trajectory"], event, (self.call, shown))
 
 
-async def attempt(action: Callable[[], Awaitable[T]], *, limit: Limit, what: str) -> T:
+async def attempt(
+    action: Callable[[], Awaitable[T]], *, limit: Limit, what: str, code: Contained[T] | None = None
+) -> T:
     """Await what `action` returns; it runs in a task of its own.
 
     Args:
         action: Runs within `limit`.
         what: What it is, for messages, also where it blocks the event loop.
+        code: Runs it, also where it is paused; None: another one, of which nobody knows.
 
     Raises:
         ToolError: It raised anything but KeyboardInterrupt, which is raised as itself; or `limit`
@@ -110,19 +113,15 @@ async def attempt(action: Callable[[], Awaitable[T]], *, limit: Limit, what: str
         UnresponsiveError: It was cancelled, and did not end.
     """
     async with containment_here() as containment:
-        code: Contained[T] = Contained(containment, what, what)
-        return await conclude(code, code.run(action), limit)
-
-
-async def conclude(code: Contained[T], running: Awaitable[object], limit: Limit) -> T:
-    """Return what contained code returns, for whose report `running` waits; as `attempt`."""
-    limit.govern(code.scope)
-    token = call_limit.set(limit)
-    try:
-        await running
-    finally:
-        call_limit.reset(token)
-        limit.release()
+        code = code or Contained(containment, what, what)
+        code.what = what
+        limit.govern(code.scope)
+        token = call_limit.set(limit)
+        try:
+            await code.run(action)
+        finally:
+            call_limit.reset(token)
+            limit.release()
     error = code.error
     if error is None and not code.was_cancelled:
         return cast("T", code.value)

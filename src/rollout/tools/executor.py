@@ -27,7 +27,7 @@ from rollout.limits import Clock, Deadline, cleanup_scope
 from rollout.observe.tally import Tally
 from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
 from rollout.scopes import unwrap_group
-from rollout.tools.calls import Call, ToolGate, attempt, conclude
+from rollout.tools.calls import Call, ToolGate, attempt
 from rollout.tools.function_tools import FunctionTool
 from rollout.tools.langchain import is_langchain_tool, wrap_langchain_tool
 from rollout.tools.results import (
@@ -498,22 +498,18 @@ class TrajectoryTools:
                 self._opened[name] = tool.open_session(context)
                 return
             async with self._locks[id(self)]:
-                if name not in self._opened:  # another conversation may have opened it
-                    await self._start(tool, context, outer.open(tool_s, "limits.tool_s"))
+                if name in self._opened:  # another conversation has opened it
+                    return
+                limit, what = outer.open(tool_s, "limits.tool_s"), f"open of tool {name!r}"
+                containment = current_containment()  # None outside of a runtime
+                code = None if containment is None else Contained[None](containment, what, what)
+                open_session = partial(self._open_session, tool, context, limit, code)
+                await attempt(open_session, limit=limit, what=what, code=code)
         except LimitExceeded:
             raise
         except Exception as error:
             cause = error.__cause__ if isinstance(error, ToolError) else error
             raise ToolError(f"could not open {name!r}: {error}") from cause
-
-    async def _start(self, tool: Tool, context: ToolContext, limit: Limit) -> None:
-        containment, what = current_containment(), f"open of tool {tool.name!r}"
-        code = None if containment is None else Contained[None](containment, what)
-        open_session = partial(self._open_session, tool, context, limit, code)
-        if code is None:  # outside of a runtime
-            await attempt(open_session, limit=limit, what=what)
-        else:
-            await conclude(code, code.run(open_session), limit)
 
     async def _open_session(
         self, tool: Tool, context: ToolContext, limit: Limit, code: Contained[None] | None
@@ -534,8 +530,7 @@ class TrajectoryTools:
             self._closing.push_async_callback(self._close_session, tool.name, session, code)
             if code is not None:
                 limit.release()
-                await code.pause()
-                await session.close()
+                await (await code.pause() or session.close)()
 
     async def calc_rewards(self) -> list[float]:
         """Rewards of the tools that were used, in the order of their first use; sets `reward`.
@@ -583,12 +578,7 @@ class TrajectoryTools:
         self, name: str, session: ToolSession, code: Contained[None] | None
     ) -> None:
         limit = Clock(Deadline.after(self._executor._cleanup_s, "limits.cleanup_s"))
-        what = f"close of tool {name!r}"
         try:
-            if code is None:
-                await attempt(session.close, limit=limit, what=what)
-            else:
-                code.what = what
-                await conclude(code, code.finish(), limit)
+            await attempt(session.close, limit=limit, what=f"close of tool {name!r}", code=code)
         except ToolError as error:
             logger.warning("tool %r: close failed: %s", name, error)
