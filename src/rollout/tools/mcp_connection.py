@@ -12,8 +12,8 @@ import logging
 import math
 import re
 import tempfile
-from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from contextlib import aclosing, asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any, cast
 
 import anyio
 import httpx2
@@ -204,8 +204,11 @@ async def _list_tools(client: Client) -> list[mcp_types.Tool]:
     return tools
 
 
-def _describe_limit(max_bytes: int) -> str:
-    return f"the answer exceeded the {max_bytes} {_TOO_LONG} (connect_mcp: max_answer_bytes)"
+def _make_refusal(request_id: Any, max_bytes: int) -> bytes:
+    """What takes the place of an answer that is too long."""
+    text = f"the answer exceeded the {max_bytes} {_TOO_LONG} (connect_mcp: max_answer_bytes)"
+    error = {"code": mcp_types.INTERNAL_ERROR, "message": text}
+    return json.dumps({"jsonrpc": "2.0", "id": request_id, "error": error}).encode()
 
 
 class LineBuffer:
@@ -234,9 +237,7 @@ class LineBuffer:
             return line
         if (found := _ID.search(line)) is None:
             return b""
-        error = {"code": -32603, "message": _describe_limit(self._max_bytes)}
-        answer = {"jsonrpc": "2.0", "id": json.loads(found[1] or found[2]), "error": error}
-        return json.dumps(answer).encode()
+        return _make_refusal(json.loads(found[1] or found[2]), self._max_bytes)
 
 
 @asynccontextmanager
@@ -303,25 +304,6 @@ async def _end(process: Process, stdin: ByteSendStream) -> None:
             await process.aclose()
 
 
-class _BoundedBody(httpx2.AsyncByteStream):
-    """Of a body that is too long the rest is dropped as it is read; its end is an error."""
-
-    def __init__(self, stream: Any, max_bytes: int) -> None:
-        self._stream, self._max_bytes = stream, max_bytes
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        size = 0
-        async for piece in self._stream:
-            size += len(piece)
-            if size <= self._max_bytes:
-                yield piece
-        if size > self._max_bytes:
-            raise httpx2.StreamError(_describe_limit(self._max_bytes))
-
-    async def aclose(self) -> None:
-        await self._stream.aclose()
-
-
 @asynccontextmanager
 async def open_http(
     url: str, headers: Mapping[str, str] | None, max_bytes: int
@@ -331,8 +313,16 @@ async def open_http(
     async def bound(response: httpx2.Response) -> None:
         # A compressed body, which nobody asked for, is not unpacked: its size could not be bounded.
         response.headers.pop("content-encoding", None)
-        if "text/event-stream" not in response.headers.get("content-type", ""):
-            response.stream = _BoundedBody(response.stream, max_bytes)
+        if "text/event-stream" in response.headers.get("content-type", ""):
+            return  # whose reader bounds each event
+        body, size, stream = bytearray(), 0, cast("httpx2.AsyncByteStream", response.stream)
+        async with aclosing(stream):
+            async for piece in stream:
+                size += len(piece)
+                body += piece[: max_bytes - len(body)]
+        if size > max_bytes:
+            body[:] = _make_refusal(json.loads(response.request.content).get("id"), max_bytes)
+        response.stream = httpx2.ByteStream(bytes(body))
 
     async with (
         httpx2.AsyncClient(
