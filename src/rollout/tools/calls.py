@@ -48,7 +48,7 @@ class Call(msgspec.Struct, eq=False, gc=False):
         call: As the model wrote it; it may not be parsed.
         tool: Its name, or what stands in its place in figures.
         began: When it did, or was refused.
-        to: Where its events go; None where nobody reads.
+        events: Where its events go; None where nobody reads.
         checked: With the arguments that the tool gets; None where it cannot run.
         result: None until it is answered.
     """
@@ -57,7 +57,7 @@ class Call(msgspec.Struct, eq=False, gc=False):
     call: ToolCall | InvalidToolCall
     tool: str
     began: float
-    to: CallEvents | None
+    events: CallEvents | None
     checked: ToolCall | None = None
     result: ToolResult | None = None
 
@@ -68,21 +68,20 @@ class Call(msgspec.Struct, eq=False, gc=False):
 
     def emit_started(self) -> None:
         """Emit that the call begins."""
-        if self.to is not None and (events := self.to.events).tells_all:
-            at = events.since_start(self.began)
-            event = ToolStarted(at=at, tool=self.tool, position=self.position, **self.to.where)
-            events.emit(event)
+        if (to := self.events) is not None and to.events.tells_all:
+            at = to.events.since_start(self.began)
+            event = ToolStarted(at=at, tool=self.tool, position=self.position, **to.where)
+            to.events.emit(event)
 
     def emit_ended(self, seconds: float, *, is_refused: bool) -> None:
         """Emit that the call has its result, or was cancelled."""
-        if self.to is None:
+        if (to := self.events) is None:
             return
-        events = self.to.events
         # The text, and not the result, which may hold anything else.
         text = "cancelled" if self.result is None else self.result.text
         event = ToolEnded(
-            at=events.since_start(self.began + seconds),
-            began=events.since_start(self.began),
+            at=to.events.since_start(self.began + seconds),
+            began=to.events.since_start(self.began),
             tool=getattr(self.call, "name", ""),
             call_id=getattr(self.call, "id", "") or "",
             is_refused=is_refused,
@@ -90,10 +89,10 @@ class Call(msgspec.Struct, eq=False, gc=False):
             error=text[:MAX_SHOWN] if self.is_error else "",
             characters=0 if self.result is None else len(text),
             position=self.position,
-            **self.to.where,
+            **to.where,
         )
         shown = None if self.result is None else text
-        events.tell_event(self.to.where["trajectory"], event, (self.call, shown))
+        to.events.tell_event(to.where["trajectory"], event, (self.call, shown))
 
 
 async def attempt(
