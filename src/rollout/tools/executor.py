@@ -324,8 +324,10 @@ class TrajectoryTools:
 
     def _may_wait(self, name: str) -> bool:
         """Whether a call of this tool may wait: for the tool, for another call or for a slot."""
-        session = self._opened.get(name)
-        return session is None or session.serial is not None or self._gates[name].has_queue
+        gate, session = self._gates[name], self._opened.get(name)
+        if isinstance(gate.tool, FunctionTool):
+            return gate.has_queue
+        return session is None or session.serial is not None or gate.has_queue
 
     def recall(
         self,
