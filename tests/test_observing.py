@@ -143,7 +143,7 @@ def test_run_without_reader_makes_no_event_and_writes_none(monkeypatch: pytest.M
     monkeypatch.setattr("rollout.agents.generating.TurnEnded", made)
     monkeypatch.setattr("rollout.scheduling.trajectory_events.TrajectoryEnded", made)
     monkeypatch.setattr("rollout.engine.pool.request_runner.RequestEnded", made)
-    monkeypatch.setattr("rollout.tools.trajectory_tools.ToolEnded", made)
+    monkeypatch.setattr("rollout.tools.calls.ToolEnded", made)
     config = observed.SCENARIO.config()
 
     async def body() -> object:

@@ -28,8 +28,8 @@ from rollout.scheduling.rewards import score as rewarding_module
 from rollout.scheduling.scheduler import Scheduler
 from rollout.scheduling.trajectory import TrajectoryRun
 from rollout.seeds import Identity, derive_seed
-from rollout.tools import Tool, ToolContext, ToolSession
-from rollout.tools.trajectory_tools import TrajectoryTools
+from rollout.tools import Tool, ToolContext
+from rollout.tools.executor import TrajectoryTools
 from slow_cases import slow_but
 from trials import findings
 
@@ -197,15 +197,14 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("tool closed twice", "was closed 2 times")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = TrajectoryTools._close_session
+    real = TrajectoryTools.close
 
-    async def close_session(
-        self: TrajectoryTools, name: str, session: ToolSession, task: Any
-    ) -> None:
-        await session.close()
-        await real(self, name, session, task)
+    async def close(self: TrajectoryTools) -> None:
+        for session in self._opened.values():
+            await session.close()
+        await real(self)
 
-    patch.setattr(TrajectoryTools, "_close_session", close_session)
+    patch.setattr(TrajectoryTools, "close", close)
 
 
 @bug("outcome counted twice", "statistics: finished = ")

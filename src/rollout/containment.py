@@ -122,7 +122,9 @@ class Contained(Generic[T]):
         #: When it was cancelled; afresh where code that it waits for was stopped.
         self._cancelled_at = math.inf
         self._body: StoppableCoroutine | None = None  # while its task runs
-        self._continued: anyio.Event | None = None  # while it is paused
+        #: Where it has paused: set when it goes on, with `_next`.
+        self._continued: anyio.Event | None = None
+        self._next: Callable[[], Awaitable[T]] | None = None
 
     def cancel(self) -> None:
         """Cancel the code."""
@@ -152,7 +154,8 @@ class Contained(Generic[T]):
     async def run(self, function: Callable[[], Awaitable[T]]) -> T | None:
         """Run `function` to its end: `value` is what it returned, `error` what it raised.
 
-        The value is returned too; neither is there where `cancel` or the deadline ended it.
+        The value is returned too; neither is there where `cancel` or the deadline ended it. Code
+        that is paused goes on with it, in the task that it has.
 
         Cancellation of the caller passes on to the code, and leaves once that has ended or was
         stopped.
@@ -161,10 +164,14 @@ class Contained(Generic[T]):
             UnresponsiveError: It did not end within `cleanup_s` of its cancellation.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
-        self._body = StoppableCoroutine(self._call(function), self._park)
-        if self.around is not None:
-            self.around.inner[self] = None
-        self._containment.start(self)
+        if self._continued is not None:
+            self._next, self.reported = function, anyio.Event()
+            self._continued.set()
+        else:
+            self._body = StoppableCoroutine(self._call(function), self._park)
+            if self.around is not None:
+                self.around.inner[self] = None
+            self._containment.start(self)
         reported = self.reported  # `pause` makes another one
         try:
             await reported.wait()
@@ -180,30 +187,18 @@ class Contained(Generic[T]):
             raise self.unresponsive
         return self.value
 
-    async def pause(self) -> None:
-        """Within the code: have `run` return already, and wait for `finish`.
+    async def pause(self) -> Callable[[], Awaitable[T]] | None:
+        """Within the code: have `run` return already; return what the next `run` is called with.
 
-        Both parts run in one task, to which whatever the first one has open belongs.
+        Both run in one task, to which whatever the first one has open belongs. None where the
+        runtime closes instead.
         """
         self.scope.deadline = math.inf
         self._report()
         self.around, self._continued = None, anyio.Event()
         with anyio.CancelScope(shield=True):
             await self._continued.wait()
-
-    async def finish(self) -> None:
-        """Have the code go on after its `pause`, and wait for its end; shielded.
-
-        Raises:
-            UnresponsiveError: It did not end within `cleanup_s` of its cancellation.
-        """
-        assert self._continued is not None
-        self.reported = anyio.Event()
-        self._continued.set()
-        with anyio.CancelScope(shield=True):
-            await self.reported.wait()
-        if self.unresponsive is not None:
-            raise self.unresponsive
+        return self._next
 
     def end(self) -> None:
         """Cancel the code, also where it is paused: the runtime closes."""

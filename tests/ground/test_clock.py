@@ -24,7 +24,7 @@ from rollout.errors import LimitExceeded, ToolError
 from rollout.limits import NEVER, Clock, Deadline, Limit, paused_call
 from rollout.testing import Scenario
 from rollout.tools import ToolPolicy
-from rollout.tools.attempt import attempt
+from rollout.tools.calls import attempt
 
 pytestmark = pytest.mark.anyio
 

@@ -350,7 +350,10 @@ async def test_tool_of_a_group_that_catches_cancellation_at_the_turns_limit_is_g
     (trajectory,) = batch.trajectories
     assert trajectory.outcome is Outcome.FAILED
     assert trajectory.cause is not None
-    assert "tool 'nap' did not end within limits.cleanup_s" in trajectory.cause.message
+    assert (
+        "tool 'nap' of trajectory p0/0 did not end within limits.cleanup_s"
+        in trajectory.cause.message
+    )
 
 
 async def test_carried_trajectory_of_a_dead_engine_continues_elsewhere() -> None:

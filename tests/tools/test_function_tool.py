@@ -569,7 +569,7 @@ EXPECTED = "return text, a number, a dict or list of JSON values, None or a Tool
         ),
         (
             ToolResult(5),  # type: ignore[arg-type]
-            "the tool returned a ToolResult whose text is int; expected str",
+            "the tool returned the text 5; expected str",
         ),
         (
             ToolResult("x", reward="1"),  # type: ignore[arg-type]

@@ -103,7 +103,7 @@ async def test_langchain_tools_run_sync_and_async(threads: WorkerThreads) -> Non
             is_error=True,
         ),
         ToolResult(
-            "", images=(MediaSource("image", "data:", where="a content block of LangChain's"),)
+            "", images=(MediaSource("image", "data:", where="part 0 of LangChain's answer"),)
         ),
         ToolResult("one two"),
     ]

@@ -141,8 +141,8 @@ async def test_reference_server_answers_calls(context: ToolContext) -> None:
         assert not shown.is_error
         assert "image" in shown.text
         (picture,) = shown.images
-        assert picture["mimeType"] == "image/png"
-        assert picture["data"].startswith("iVBOR")
+        assert picture.mime == "image/png"
+        assert picture.value.startswith("iVBOR")
         with anyio.move_on_after(0.2) as scope:
             await ask(tools, context, "a_trigger-long-running-operation", duration=60, steps=2)
         assert scope.cancelled_caught

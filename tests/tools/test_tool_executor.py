@@ -723,7 +723,7 @@ async def test_session_rewards_come_in_order_of_first_use(
     assert sorted(record.getMessage() for record in caplog.records) == [
         "tool 'bad': calc_reward failed: ValueError: no judge",
         "tool 'hangs': calc_reward failed: timed out after 10 s (limits.tool_s)",
-        "tool 'text': calc_reward returned '1'; expected a finite number",
+        "tool 'text': calc_reward failed: it returned '1'; expected a finite number",
     ]
 
 

@@ -15,8 +15,8 @@ from rollout.engine.pool.generation import Generation
 from rollout.errors import EngineError
 from rollout.observe.events import TurnEnded, TurnStarted
 from rollout.tools import ToolResult
+from rollout.tools.calls import CallEvents
 from rollout.tools.results import Answers
-from rollout.tools.trajectory_tools import CallEvents
 from rollout.types import Outcome
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from rollout.errors import AgentError, LimitExceeded, ToolError
 from rollout.interactions import InteractionContext, InteractionTurn
 from rollout.limits import CARRY_S, NEVER, Clock, Deadline
 from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
-from rollout.tools.attempt import attempt
+from rollout.tools.calls import attempt
 from rollout.types import Message, Outcome, Prompt, name_prompt, without_null_keys
 from rollout.utf8 import encodable, is_encodable
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from rollout.errors import MediaError
 from rollout.lazy import lazy_exports
 from rollout.tools.builtin import SearchTool, calculator, finish, submit
-from rollout.tools.executor import ToolExecutor
+from rollout.tools.executor import ToolExecutor, TrajectoryTools
 from rollout.tools.function_tools import FunctionTool, function_tool
 from rollout.tools.langchain import langchain_tools
 from rollout.tools.loading import load_tools
@@ -16,7 +16,6 @@ from rollout.tools.mcp import connect_mcp
 from rollout.tools.results import ToolResult, normalise_result, truncate_text
 from rollout.tools.sandbox_tools import EditTool, PythonTool, ShellTool
 from rollout.tools.tool import Tool, ToolContext, ToolPolicy, ToolSession, TransientError
-from rollout.tools.trajectory_tools import TrajectoryTools
 
 __all__ = [
     "EditTool",

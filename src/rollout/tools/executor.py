@@ -1,30 +1,57 @@
-"""The tools of a runtime: checked once, offered to prompts, opened for trajectories."""
+"""The tools of a runtime, and those of each of its trajectories: calls in, results out.
+
+The way of a call: `TrajectoryTools.run` checks it, opens its tool at the first use and runs it
+beside the other calls of its turn; `_run_call` has it wait for its session, and counts it;
+`ToolGate.answer` waits for a slot, tries as often as the tool's policy says and makes a result of
+its failure; `attempt` runs the foreign code within the call's limit.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import anyio
+import anyio.lowlevel
+from msgspec.structs import replace
+
+from rollout.bridge import loop_clock
 from rollout.child_processes import ChildProcesses, NotImportedError
-from rollout.errors import ToolError
+from rollout.containment import Contained, current_containment
+from rollout.errors import LimitExceeded, ToolError
+from rollout.limits import Clock, Deadline, cleanup_scope
 from rollout.observe.tally import Tally
 from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
-from rollout.tools.attempt import ToolGate
+from rollout.scopes import unwrap_group
+from rollout.tools.calls import Call, ToolGate, attempt
 from rollout.tools.function_tools import FunctionTool
 from rollout.tools.langchain import is_langchain_tool, wrap_langchain_tool
-from rollout.tools.schemas import SchemaCheck, as_openai_schema, quote_all
-from rollout.tools.tool import Tool, ToolContext, ToolPolicy
-from rollout.tools.trajectory_tools import ToolSettings, TrajectoryTools
+from rollout.tools.results import (
+    ToolResult,
+    error_result,
+    normalise_result,
+    read_reward,
+    truncate_text,
+)
+from rollout.tools.schemas import as_openai_schema, quote_all
+from rollout.tools.tool import Tool, ToolContext, ToolPolicy, ToolSession
+from rollout.types import NOT_PARSED, UNKNOWN_TOOL, InvalidToolCall, ToolCall
+from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
-    from rollout.tools.results import TruncateSide
+    from rollout.limits import Limit
+    from rollout.tools.calls import CallEvents
+    from rollout.tools.results import Answers, TruncateSide
     from rollout.types import Prompt
     from rollout.worker_threads import WorkerThreads
 
-logger = logging.getLogger("rollout.tools")
+logger = logging.getLogger("rollout")
 
 
 class ToolExecutor:
@@ -62,18 +89,14 @@ class ToolExecutor:
         max_processes: int = 8,
         tally: Tally | None = None,
     ) -> None:
-        tally, found = tally or Tally(), [_as_tool(tool) for tool in tools]
+        found, self._tally = [_make_tool(tool) for tool in tools], tally or Tally()
         _refuse_equal_names(found)
-        self._gates = {
-            tool.name: ToolGate(tool, _make_check(tool), tool_s, tally) for tool in found
-        }
-        self._warned: set[str] = set()
-        self._threads = threads
+        self._gates = {each.name: ToolGate(each, tool_s, self._tally) for each in found}
+        self._threads, self._tool_s, self._cleanup_s = threads, tool_s, cleanup_s
+        self._max_calls, self._max_length = max_parallel_calls, max_response_length
+        self._side, self._warned = truncate_side, set[str]()
         self._processes = ChildProcesses(
             "rollout.tools.function_tools", max_processes=max_processes, cleanup_s=cleanup_s
-        )
-        self._settings = ToolSettings(
-            tally, max_parallel_calls, max_response_length, truncate_side, tool_s, cleanup_s
         )
         self.opens_first = any(tool.opens_first for tool in found)
 
@@ -102,10 +125,9 @@ class ToolExecutor:
             await gate.tool.prepare()
         # Only now: when a function was decorated its name led to nothing yet.
         found = [getattr(gate.tool, "function_ref", None) for gate in self._gates.values()]
-        refs = [ref for ref in found if ref is not None]
         try:
-            if refs:
-                await self._processes.prepare(refs, self._settings.tool_s, "limits.tool_s")
+            if refs := [ref for ref in found if ref is not None]:
+                await self._processes.prepare(refs, self._tool_s, "limits.tool_s")
         except NotImportedError as error:
             raise ToolError(f"isolation = 'process': {error}") from error
 
@@ -154,7 +176,7 @@ class ToolExecutor:
             extra={} if extra is None else extra,
             sandbox=sandbox or TrajectorySandbox(),
         )
-        return TrajectoryTools(self._settings, gates, context, kwargs)
+        return TrajectoryTools(self, gates, context, kwargs)
 
     async def close(self) -> None:
         """End the processes of isolated tools; shielded, bounded."""
@@ -167,7 +189,7 @@ class ToolExecutor:
         return {name: self._gates[name] for name in names}
 
 
-def _as_tool(tool: Tool | Callable[..., Any]) -> Tool:
+def _make_tool(tool: Tool | Callable[..., Any]) -> Tool:
     """`tool` itself after a look at its name and schema, or a function as a tool."""
     if is_langchain_tool(tool):
         return wrap_langchain_tool(tool)
@@ -195,9 +217,370 @@ def _refuse_equal_names(tools: Sequence[Tool]) -> None:
         )
 
 
-def _make_check(tool: Tool) -> Callable[[Any, Mapping[str, Any]], dict[str, Any]]:
-    """Return what checks arguments, and merges the prompt's kwargs into those of functions."""
-    if isinstance(tool, FunctionTool):
-        return tool.check
-    check = SchemaCheck(tool.name, tool.schema["function"].get("parameters"))
-    return lambda arguments, kwargs: check.check(arguments)
+class TrajectoryTools:
+    """The tools of one trajectory, used and closed in the trajectory's own task.
+
+    Attributes:
+        seconds: Time in calls, on the loop's clock; calls at the same time add up.
+        calls: Calls of the model's that have ended, also those that no tool could answer.
+        errors: Those of them whose answer is an error, whatever its cause, or that were cancelled.
+        invalid_in_a_row: Latest calls in a row that could not be run as asked: not parsed, of an
+            unknown tool, or with wrong arguments.
+        idle_since: When the last call ended.
+        reward: The sum of what tools gave that decide the trajectory's reward; None where none did.
+        is_closed: Whether they were closed.
+        metrics: Sums of the numbers that tools measured, as ``tools/TOOL/NAME``.
+    """
+
+    def __init__(
+        self,
+        executor: ToolExecutor,
+        gates: Mapping[str, ToolGate],
+        context: ToolContext,
+        kwargs: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        self._executor, self._gates, self._context, self._kwargs = executor, gates, context, kwargs
+        self._clock = loop_clock()
+        self._opened: dict[str, ToolSession] = {}  # in the order in which they were opened
+        self._closing = AsyncExitStack()  # of sessions that have something to close
+        #: Of what one task at a time may use: these tools, to open one, and what is `serial`.
+        self._locks = defaultdict[int, anyio.Lock](partial(anyio.Lock, fast_acquire=True))
+        self._running: dict[Call, None] = {}
+        self._counts: defaultdict[str, float] = defaultdict(float)
+        self.metrics: defaultdict[str, float] = defaultdict(float)
+        self.seconds, self.idle_since, self.is_closed = 0.0, 0.0, False
+        self.calls = self.errors = self.invalid_in_a_row = 0
+        self.reward: float | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tools offered to this trajectory."""
+        return tuple(self._gates)
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """Schemas of the tools offered to this trajectory."""
+        return [gate.tool.schema for gate in self._gates.values()]
+
+    @property
+    def counts(self) -> dict[str, float]:
+        """Of each tool that was called, ``tool/TOOL/{calls,errors,seconds,seconds_max}``."""
+        return dict(self._counts)
+
+    @property
+    def under_way(self) -> Sequence[tuple[str, float]]:
+        """Calls that run, or wait for a slot: name, and since when."""
+        return [(each.tool, each.began) for each in self._running]
+
+    def has_open_sessions(self) -> bool:
+        """Whether a tool is open that may hold something: plain functions hold nothing."""
+        tools = [self._gates[name].tool for name in self._opened]
+        return not all(isinstance(tool, FunctionTool) for tool in tools)
+
+    def find_stateful(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[str]:
+        """Names of the tools among those called whose answers depend on the calls before them."""
+        names = dict.fromkeys(call.name for call in calls if isinstance(call, ToolCall))
+        return [name for name in names if name in self._opened and self._gates[name].tool.stateful]
+
+    # Calls.
+
+    async def run(
+        self,
+        calls: Sequence[ToolCall | InvalidToolCall],
+        *,
+        limit: Limit,
+        offered: Collection[str] | None = None,
+        events: CallEvents | None = None,
+    ) -> list[ToolResult]:
+        """Run one turn's calls at the same time; result i answers call i.
+
+        Every fault is an error result: an invalid call, an unknown tool, wrong arguments, an
+        exception, a call past ``limits.tool_s`` or beyond ``agent.max_parallel_calls``. Texts are
+        truncated. Cancellation ends the calls and leaves the sessions open, for `close`.
+
+        Args:
+            calls: In the order in which the model wrote them.
+            limit: The turn's, within which all must have been answered.
+            offered: Names of the tools that could be called; None: all.
+            events: Hears of them; None where nobody reads.
+
+        Raises:
+            LimitExceeded: `limit` was over; every call was cancelled and has ended.
+            ToolError: The trajectory's tools are closed.
+        """
+        if self.is_closed:
+            raise ToolError("the tools of this trajectory are closed")
+        turn = self._check_calls(calls, offered, events)
+        waits = any(self._may_wait(each.tool) for each in turn if each.result is None)
+        with limit.open(None, "") if waits else nullcontext():
+            await self._open_used(turn, limit)
+            await self._run_together([each for each in turn if each.result is None], limit)
+        bound, side = self._executor._max_length, self._executor._side
+        return [
+            replace(result, text=encodable(truncate_text(result.text, bound, side)))
+            for result in (each.result for each in turn)
+            if result is not None
+        ]
+
+    def _may_wait(self, name: str) -> bool:
+        """Whether a call of this tool may wait: for the tool, for another call or for a slot."""
+        gate, session = self._gates[name], self._opened.get(name)
+        if isinstance(gate.tool, FunctionTool):
+            return gate.has_queue
+        return session is None or session.serial is not None or gate.has_queue
+
+    def recall(
+        self,
+        calls: Sequence[ToolCall | InvalidToolCall],
+        answers: Answers,
+        offered: Collection[str] | None = None,
+    ) -> list[ToolResult]:
+        """As `run`, with the answers of before; no tool runs."""
+        recalled = [each for each in self._check_calls(calls, offered) if each.result is None]
+        self.seconds += answers.seconds
+        for each in recalled:
+            each.result = answers.results[each.position]
+            self._count(each, answers.seconds / len(recalled))
+        return list(answers.results)
+
+    def _check_calls(
+        self,
+        calls: Sequence[ToolCall | InvalidToolCall],
+        offered: Collection[str] | None,
+        events: CallEvents | None = None,
+    ) -> list[Call]:
+        """Check the calls of a turn; those that cannot run are answered."""
+        most, turn = self._executor._max_calls, list[Call]()
+        names = [name for name in self._gates if offered is None or name in offered]
+        for position, call in enumerate(calls):
+            tool, fault, is_in_order = NOT_PARSED, "", position < most
+            if isinstance(call, ToolCall):
+                tool = call.name if call.name in self._gates else UNKNOWN_TOOL
+            turn.append(each := Call(position, call, tool, self._clock(), events))
+            if isinstance(call, InvalidToolCall):
+                fault, is_in_order = f"invalid tool call: {call.reason}", True
+            elif not is_in_order:
+                limit = f"at most {most} calls per turn (agent.max_parallel_calls)"
+                fault = f"not executed: {limit}; call it again"
+            elif call.name not in names:
+                fault = f"unknown tool {call.name!r}; known tools: {quote_all(names)}"
+            else:
+                try:
+                    kwargs = self._kwargs.get(tool) or {}
+                    arguments = self._gates[tool].check(call.arguments, kwargs)
+                    each.checked = replace(call, arguments=arguments)
+                except ToolError as error:
+                    fault = str(error)
+            if is_in_order:
+                self.invalid_in_a_row = self.invalid_in_a_row + 1 if fault else 0
+            if fault:
+                self._refuse(each, error_result(fault))
+        return turn
+
+    def _refuse(self, call: Call, result: ToolResult) -> None:
+        """Answer a call that does not run."""
+        call.result, call.began = result, self._clock()
+        self._count(call, 0.0, is_refused=True)
+
+    async def _run_together(self, calls: Sequence[Call], turn: Limit) -> None:
+        """Run calls at the same time, each begun before the next one.
+
+        What one raises ends the others, and leaves as itself.
+        """
+        if len(calls) == 1:  # a task of its own would cost as much as the call
+            await self._run_call(calls[0], turn)
+            return
+        try:
+            async with anyio.create_task_group() as tasks:
+                for call in calls:
+                    tasks.start_soon(self._run_call, call, turn)
+                    await anyio.lowlevel.checkpoint()  # trio shuffles what is ready together
+        except BaseExceptionGroup as group:
+            raise unwrap_group(group) from None
+
+    async def _run_call(self, call: Call, turn: Limit) -> None:
+        """Run a call, and set its result; those of sessions with one `serial` wait for each other.
+
+        While a call waits the turn's limit counts, in which its own one lies.
+        """
+        session, checked = self._opened[call.tool], call.checked
+        assert checked is not None and isinstance(call.call, ToolCall)  # noqa: PT018
+
+        async def execute() -> ToolResult:
+            return normalise_result(await session.execute(checked))
+
+        key = call.call.arguments, self._kwargs.get(call.tool)
+        what = f"tool {call.tool!r} of trajectory {self._context.uid}/{self._context.member}"
+        serial = session.serial
+        async with nullcontext() if serial is None else self._locks[id(serial)]:
+            call.began = self._clock()
+            self._running[call] = None
+            call.emit_started()
+            try:
+                call.result = await self._gates[call.tool].answer(execute, key, turn, what)
+            finally:
+                self._end_call(call)
+
+    # Figures.
+
+    def _end_call(self, call: Call) -> None:
+        """Count a call that ran, unless it was abandoned before."""
+        if call in self._running:
+            del self._running[call]
+            self.idle_since = self._clock()
+            self.seconds += (seconds := self.idle_since - call.began)
+            self._count(call, seconds)
+
+    def abandon(self) -> None:
+        """Count calls that were given up and will not end, as cancelled ones."""
+        for call in tuple(self._running):
+            self._end_call(call)
+
+    def _count(self, call: Call, seconds: float, *, is_refused: bool = False) -> None:
+        """Count a call that has its result, or was cancelled, and emit its event: here only."""
+        tally, counts, key = self._executor._tally, self._counts, call.tool
+        self.calls += 1
+        self.errors += call.is_error
+        tally.tool_calls += 1
+        tally.tool_errors += call.is_error
+        tally.tool(key).calls += 1
+        counts[f"tool/{key}/calls"] += 1
+        counts[f"tool/{key}/errors"] += call.is_error
+        counts[f"tool/{key}/seconds"] += seconds
+        counts[f"tool/{key}/seconds_max"] = max(counts[f"tool/{key}/seconds_max"], seconds)
+        for name, value in () if call.result is None else call.result.metrics.items():
+            number = float(value) if isinstance(value, bool) else read_reward(value)
+            if number is not None:  # finite
+                self.metrics[f"tools/{key}/{name}"] += number
+        call.emit_ended(seconds, is_refused=is_refused)
+
+    def note_refused_media(self, name: str) -> None:
+        """Count an answer as an error after all: the model is shown none of its media."""
+        self.errors += 1
+        self._executor._tally.tool_errors += 1
+        if (key := f"tool/{name}/errors") in self._counts:
+            self._counts[key] += 1
+
+    # Sessions.
+
+    async def open_first(self) -> list[str | Sequence[Mapping[str, Any]]]:
+        """Open and begin the tools with `Tool.opens_first`; what they observe, in their order.
+
+        What `ToolSession.begin` raises leaves as itself.
+
+        Raises:
+            ToolError: One could not be opened.
+        """
+        for name, gate in self._gates.items():
+            if gate.tool.opens_first:
+                await self._open(name, Clock(), None)  # `limits.trajectory_s` bounds it
+        observations = [await each.begin() for each in list(self._opened.values())]
+        return [each for each in observations if each is not None]
+
+    async def _open_used(self, turn: Sequence[Call], limit: Limit) -> None:
+        """Open the tools that the calls use for the first time; where that fails, answer these."""
+        for name in dict.fromkeys(each.tool for each in turn if each.result is None):
+            gate, refusal = self._gates[name], None
+            if name not in self._opened and (refusal := gate.find_refusal()) is None:
+                try:
+                    await self._open(name, limit, self._executor._tool_s)
+                except ToolError as error:
+                    refusal = gate.note_failure(error)
+            for each in turn:
+                if refusal is not None and each.result is None and each.tool == name:
+                    self._refuse(each, refusal)
+
+    async def _open(self, name: str, outer: Limit, tool_s: float | None) -> None:
+        """Open a tool within `tool_s`; a `ToolError` where it raises or takes longer."""
+        tool, context = self._gates[name].tool, self._context
+        if kwargs := self._kwargs.get(name):
+            context = replace(context, kwargs=dict(kwargs))
+        try:
+            if isinstance(tool, FunctionTool):  # which has nothing to wait for
+                self._opened[name] = tool.open_session(context)
+                return
+            async with self._locks[id(self)]:
+                if name in self._opened:  # another conversation has opened it
+                    return
+                limit, what = outer.open(tool_s, "limits.tool_s"), f"open of tool {name!r}"
+                containment = current_containment()  # None outside of a runtime
+                code = None if containment is None else Contained[None](containment, what, what)
+                open_session = partial(self._open_session, tool, context, limit, code)
+                await attempt(open_session, limit=limit, what=what, code=code)
+        except LimitExceeded:
+            raise
+        except Exception as error:
+            cause = error.__cause__ if isinstance(error, ToolError) else error
+            raise ToolError(f"could not open {name!r}: {error}") from cause
+
+    async def _open_session(
+        self, tool: Tool, context: ToolContext, limit: Limit, code: Contained[None] | None
+    ) -> None:
+        """Open a session, and close it in the same task: it may have a group open.
+
+        Where it has something to close its task pauses, until `_close_session` has it go on.
+        """
+        session = await tool.open(context)
+        if not isinstance(session, ToolSession):
+            raise ToolError(f"open returned {type(session).__name__}; expected a ToolSession")
+        if code is not None and code.scope.cancel_called:  # it shielded itself: nobody waits for it
+            with cleanup_scope(self._executor._cleanup_s):
+                await session.close()
+            await anyio.lowlevel.checkpoint()  # which ends here
+        self._opened[tool.name] = session
+        if type(session).close is not ToolSession.close:
+            self._closing.push_async_callback(self._close_session, tool.name, session, code)
+            if code is not None:
+                limit.release()
+                await (await code.pause() or session.close)()
+
+    async def calc_rewards(self) -> list[float]:
+        """Rewards of the tools that were used, in the order of their first use; sets `reward`.
+
+        A tool without a reward has no entry, nor has one whose `calc_reward` fails or takes longer
+        than ``limits.tool_s``: that is logged.
+
+        Raises:
+            ToolError: The one that failed decides the trajectory's reward.
+        """
+        self.reward, rewards = None, list[float]()
+        for name, session in list(self._opened.items()):
+            if type(session).calc_reward is ToolSession.calc_reward:
+                continue
+            clock = Clock(Deadline.after(self._executor._tool_s, "limits.tool_s"))
+            what = f"calc_reward of tool {name!r}"
+            try:
+                value: Any = await attempt(session.calc_reward, limit=clock, what=what)
+                if (reward := read_reward(value)) is None and value is not None:
+                    raise ToolError(f"it returned {value!r:.80}; expected a finite number")
+            except ToolError as error:
+                if session.decides_reward:
+                    raise ToolError(f"tool {name!r}: calc_reward failed: {error}") from error
+                logger.warning("tool %r: calc_reward failed: %s", name, error)
+                continue
+            if reward is not None:
+                rewards.append(reward)
+                if session.decides_reward:
+                    self.reward = (self.reward or 0.0) + reward
+        return rewards
+
+    async def close(self) -> None:
+        """Close every session once, the last opened first, each within ``limits.cleanup_s``.
+
+        Shielded from cancellation; errors and overruns are logged. Ctrl-C (and on asyncio a bare
+        `Task.cancel`) ends one session's close at once and is raised when all have had theirs.
+        Where a close is given up with its task, another call closes the others.
+        """
+        self.is_closed = True
+        self._opened.clear()
+        with anyio.CancelScope(shield=True):
+            await self._closing.aclose()
+
+    async def _close_session(
+        self, name: str, session: ToolSession, code: Contained[None] | None
+    ) -> None:
+        limit = Clock(Deadline.after(self._executor._cleanup_s, "limits.cleanup_s"))
+        try:
+            await attempt(session.close, limit=limit, what=f"close of tool {name!r}", code=code)
+        except ToolError as error:
+            logger.warning("tool %r: close failed: %s", name, error)

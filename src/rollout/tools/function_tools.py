@@ -31,8 +31,7 @@ from rollout.child_processes import (
 )
 from rollout.errors import ToolError
 from rollout.function_refs import FunctionRef, NotImportableError, check_top_level, function_ref
-from rollout.tools.attempt import describe
-from rollout.tools.results import ToolResult, normalise_result
+from rollout.tools.results import ToolResult, describe_error, normalise_result
 from rollout.tools.schemas import (
     SchemaCheck,
     as_openai_schema,
@@ -50,7 +49,7 @@ from rollout.tools.tool import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from rollout.types import ToolCall
 
@@ -61,6 +60,7 @@ Backend = Literal["native", "asyncio"]
 Isolation = Literal["none", "process"]
 
 _JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
+_ANY: Any = ({}, True)
 _make_dict: Any = TypedDict
 #: As `transformers.utils.get_json_schema` reads them at the end of a parameter's description.
 _CHOICES = re.compile(r"\(choices:\s*(?P<values>\[.*?\])\)\s*\Z", re.IGNORECASE | re.DOTALL)
@@ -72,6 +72,16 @@ class _SchemaWriter(GenerateJsonSchema):
     def sort(self, value: Any, parent_key: str | None = None) -> Any:
         return value
 
+    def generate_inner(self, schema: Any) -> dict[str, Any]:
+        written = super().generate_inner(schema)
+        says_nothing = [
+            key for key in ("items", "additionalProperties") if written.get(key) in _ANY
+        ]
+        sizes = ("minItems", "maxItems") if "prefixItems" in written else ()
+        for key in (*says_nothing, *sizes):
+            written.pop(key, None)
+        return written
+
     def nullable_schema(self, schema: Any) -> dict[str, Any]:
         return {**self.generate_inner(schema["schema"]), "nullable": True}
 
@@ -80,37 +90,25 @@ class _SchemaWriter(GenerateJsonSchema):
         parts = written.get("anyOf", [])
         if not parts or any(part.keys() != {"type"} for part in parts):
             return written
-        return {"type": _one_or_all(sorted({part["type"] for part in parts}))}
+        return {"type": _unpack_one(sorted({part["type"] for part in parts}))}
 
     def literal_schema(self, schema: Any) -> dict[str, Any]:
         values = [v.value if isinstance(v, enum.Enum) else v for v in schema["expected"]]
         if not all(type(value) in _JSON_TYPES for value in values):
             return super().literal_schema(schema)
         types = dict.fromkeys(_JSON_TYPES[type(value)] for value in values)
-        return {"type": _one_or_all(list(types)), "enum": values}
+        return {"type": _unpack_one(list(types)), "enum": values}
 
     def enum_schema(self, schema: Any) -> dict[str, Any]:
         return self.literal_schema({"expected": schema["members"]})
 
-    def list_schema(self, schema: Any) -> dict[str, Any]:
-        return {k: v for k, v in super().list_schema(schema).items() if v != {}}
 
-    def tuple_schema(self, schema: Any) -> dict[str, Any]:
-        written = {k: v for k, v in super().tuple_schema(schema).items() if v != {}}
-        if "prefixItems" in written:  # which say how many there are
-            written = {k: v for k, v in written.items() if k not in ("minItems", "maxItems")}
-        return written
-
-    def dict_schema(self, schema: Any) -> dict[str, Any]:
-        return {k: v for k, v in super().dict_schema(schema).items() if v is not True}
-
-
-def _one_or_all(names: list[str]) -> str | list[str]:
+def _unpack_one(names: list[str]) -> str | list[str]:
     return names[0] if len(names) == 1 else names
 
 
-def _describe_type(hint: Any, description: str) -> Any:
-    """A parameter's type with its description, for pydantic."""
+def _describe_type(hint: Any, description: str, default: Any) -> Any:
+    """A parameter's type with its description and default, for pydantic."""
     if choices := _CHOICES.search(description):
         with suppress(ValueError):  # it only looks like choices
             hint = Literal[tuple(json.loads(choices["values"]))]
@@ -118,7 +116,12 @@ def _describe_type(hint: Any, description: str) -> Any:
     for text in (*getattr(hint, "__metadata__", ()), description):
         if isinstance(text, str) and text:
             hint = Annotated[hint, pydantic.Field(description=text)]
-    return hint
+    if default is inspect.Parameter.empty:
+        return hint
+    with suppress(ValueError):  # what JSON has no word for, such as NaN, is not shown
+        shown = json.loads(json.dumps(to_jsonable_python(default), allow_nan=False))
+        hint = Annotated[hint, pydantic.Field(json_schema_extra={"default": shown})]
+    return NotRequired[hint]
 
 
 def _find_fault(raw: inspect.Parameter, *, is_documented: bool) -> str:
@@ -208,8 +211,8 @@ class FunctionTool(Tool, Generic[P, R]):
             raise self._make_error(fault)
         self._schema_check = SchemaCheck(self.name, self.schema["function"].get("parameters"))
 
-    def _read_parameters(self, *, is_documented: bool) -> dict[str, Any]:
-        """Read the function's parameters; their schemas, by name.
+    def _read_parameters(self, *, is_documented: bool) -> Collection[str]:
+        """Read the function's parameters, for the model and for `check`; their names.
 
         With `is_documented` these make the tool's schema, and there must be a docstring and
         annotations; else, as the schema is given, a parameter without one takes any value.
@@ -222,7 +225,7 @@ class FunctionTool(Tool, Generic[P, R]):
                 f"its annotations cannot be read ({error}): define or import their names at "
                 "module level, not under TYPE_CHECKING"
             ) from error
-        faults, fields, defaults = list[str](), dict[str, Any](), dict[str, Any]()
+        faults, fields = list[str](), dict[str, Any]()
         if is_documented and not description:
             faults.append("its docstring must begin with what tells the model what the tool does")
         for name, raw in inspect.signature(self.function).parameters.items():
@@ -233,9 +236,8 @@ class FunctionTool(Tool, Generic[P, R]):
             elif fault := _find_fault(raw, is_documented=is_documented):
                 faults.append(fault)
             else:
-                fields[name] = _describe_type(hints.get(name, Any), descriptions.get(name, ""))
-                if raw.default is not raw.empty:
-                    fields[name], defaults[name] = NotRequired[fields[name]], raw.default
+                hint, text = hints.get(name, Any), descriptions.get(name, "")
+                fields[name] = _describe_type(hint, text, raw.default)
         try:
             self._adapter = pydantic.TypeAdapter[dict[str, Any]](_make_dict("Arguments", fields))
             written = inline_references(self._adapter.json_schema(schema_generator=_SchemaWriter))
@@ -247,20 +249,16 @@ class FunctionTool(Tool, Generic[P, R]):
             )
         if faults:
             raise self._make_error("; ".join(faults))
-        properties: dict[str, Any] = written["properties"]
         if is_documented:
-            for name, default in defaults.items():
-                with suppress(ValueError):  # what JSON has no word for, such as NaN, is not shown
-                    text = json.dumps(to_jsonable_python(default), allow_nan=False)
-                    properties[name]["default"] = json.loads(text)
             self.schema["function"] |= {"description": description, "parameters": written}
-            if undescribed := [n for n in properties if "description" not in properties[n]]:
+            shown = written["properties"].items()
+            if undescribed := [name for name, schema in shown if "description" not in schema]:
                 logger.warning(
                     "function tool %r: the model sees no description of %s: write one under "
                     "`Args:` in the docstring",
                     *(self.name, quote_all(undescribed)),
                 )
-        return properties
+        return fields
 
     def _takes(self, name: str) -> bool:
         """Whether a call may give an argument of this name."""
@@ -339,6 +337,9 @@ class FunctionTool(Tool, Generic[P, R]):
             faults = error.errors(include_url=False, include_context=False)
             texts = [f"{write_path(each['loc'])}: {each['msg']}" for each in faults]
             raise ToolError(f"invalid arguments for {self.name!r}: {'; '.join(texts)}") from None
+        except Exception as error:  # the arguments' own types may raise anything
+            text = f"invalid arguments for {self.name!r}: {describe_error(error)}"
+            raise ToolError(text) from error
 
     @functools.cached_property
     def function_ref(self) -> FunctionRef | None:
@@ -347,12 +348,12 @@ class FunctionTool(Tool, Generic[P, R]):
         Raises:
             ToolError: The function's name leads to something else.
         """
-
-        def is_it(found: Any) -> bool:
-            return self.function is (found.function if isinstance(found, FunctionTool) else found)
-
+        if not self._is_isolated:
+            return None
         try:
-            return function_ref(self.function, is_it) if self._is_isolated else None
+            return function_ref(
+                self.function, lambda found: self.function is getattr(found, "function", found)
+            )
         except NotImportableError as error:
             raise self._make_error(f"isolation = 'process' {error}") from None
 
@@ -369,14 +370,8 @@ class FunctionTool(Tool, Generic[P, R]):
             return await self._run_isolated(arguments, context.processes)
         if self.context_name:
             arguments = {**arguments, self.context_name: context}
-        call: Callable[[], Any] = functools.partial(self.function, **arguments)
-        if not inspect.iscoroutinefunction(self.function):
-            result = await context.threads.run(self.name, call)
-            # An async function in a sync wrapper: the wrapper ran in the thread, the rest does not.
-            return await result if inspect.isawaitable(result) else result
-        if self._backend == "asyncio":
-            return await context.threads.run_asyncio(self.name, call)
-        return await call()
+        call = functools.partial(self.function, **arguments)
+        return await context.threads.call(self.name, call, backend=self._backend)
 
     async def _run_isolated(
         self, arguments: Mapping[str, Any], processes: ChildProcesses | None
@@ -389,8 +384,8 @@ class FunctionTool(Tool, Generic[P, R]):
             raise ToolError(f"{self.name}: its arguments are not plain data: {error}") from error
         try:
             async with processes.worker() as child:
-                fields = msgspec.msgpack.decode(await child.ask(self.function_ref, body))
-                return ToolResult(**fields)
+                reply = await child.ask(self.function_ref, body)
+                return msgspec.msgpack.decode(reply, type=ToolResult)
         except ChildDiedError as error:
             raise ToolError(f"the process of {self.name!r} {error}") from None
         except ChildRaisedError as error:
@@ -444,7 +439,7 @@ def function_tool(function: Any = None, /, *, name: str | None = None, **options
 
 
 def answer(found: Any, body: bytes) -> bytes:
-    """The fields of a call's `ToolResult`.
+    """A call's `ToolResult`, encoded.
 
     Args:
         found: The function, or the `FunctionTool` that it is in.
@@ -457,15 +452,14 @@ def answer(found: Any, body: bytes) -> bytes:
     tool = found if isinstance(found, FunctionTool) else _make_tool(found, name)
     try:
         value = resolve_outcome(tool.function(**tool._read_arguments(arguments)))
-        fields = msgspec.structs.asdict(normalise_result(value)).items()
+        result = normalise_result(value)
     except BaseException as error:
         is_transient = tool.policy.is_transient(error)
-        raise (TransientError if is_transient else ToolError)(describe(error)) from None
-    own = {name: field for name, field in fields if field != ()}
+        raise (TransientError if is_transient else ToolError)(describe_error(error)) from None
     try:
-        return msgspec.msgpack.encode(own)
+        return msgspec.msgpack.encode(result)
     except Exception:  # data that only this process can hold stays here; the text has its words
-        return msgspec.msgpack.encode(own | {"data": None, "metrics": {}})
+        return msgspec.msgpack.encode(msgspec.structs.replace(result, data=None, metrics={}))
 
 
 @functools.cache

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rollout.errors import MediaError, ToolError
+import msgspec
+
+from rollout.errors import ToolError
 from rollout.lazy import derives_from, import_extra
-from rollout.media.parts import media_part
 from rollout.tools.function_tools import FunctionTool
-from rollout.tools.results import ToolResult, split_media
+from rollout.tools.results import ToolResult, read_parts
 from rollout.tools.schemas import inline_references
 
 if TYPE_CHECKING:
@@ -67,21 +68,9 @@ def wrap_langchain_tool(tool: Any) -> Tool:
 
 
 def _read_message(message: Any) -> ToolResult:
-    texts, media = [], []
-    for block in [message.content] if isinstance(message.content, str) else message.content:
-        if isinstance(block, str) or block.get("type") == "text":
-            texts.append(block if isinstance(block, str) else block["text"])
-        elif (part := media_part("a content block of LangChain's", block)) is not None:
-            media.append(part)
-        else:
-            raise MediaError(
-                f"a content block of type {block.get('type')!r}: expected text or images"
-            )
-    images, videos = split_media(media)
-    return ToolResult(
-        "".join(texts),
+    blocks = [message.content] if isinstance(message.content, str) else message.content
+    return msgspec.structs.replace(
+        read_parts("LangChain's answer", blocks, ""),
         data=getattr(message, "artifact", None),
         is_error=getattr(message, "status", "success") == "error",
-        images=tuple(images),
-        videos=tuple(videos),
     )

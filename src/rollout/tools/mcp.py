@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import itertools
 import json
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import anyio
+import msgspec
 
 from rollout.config.checks import Count, Positive, Rule, is_http_url
 from rollout.errors import ToolError
 from rollout.lazy import import_extra
-from rollout.scopes import open_task_group
-from rollout.tools.results import ToolResult, error_result
+from rollout.tools.results import ToolResult, read_parts
 from rollout.tools.schemas import quote_all
 from rollout.tools.tool import Tool, ToolContext, ToolSession, check_options
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
     from rollout.tools.mcp_connection import Connection
     from rollout.types import ToolCall
@@ -90,44 +90,34 @@ async def connect_mcp(
             return sdk.open_http(server, headers, max_answer_bytes)
         return sdk.open_stdio(server, errors, on_end, env=env, cwd=cwd, max_bytes=max_answer_bytes)
 
-    async with open_task_group() as tasks:
+    def connect() -> Any:
+        options = label, open_transport, start_timeout_s, ping_s
+        return sdk.keep_up([sdk.Connection(*options) for _ in range(connections)])
 
-        async def connect() -> Connection:
-            connection: Connection = sdk.Connection(label, open_transport, start_timeout_s, ping_s)
-            connection.task = await tasks.start(connection.keep, return_handle=True)
-            return connection
-
-        async with open_task_group() as starting:
-            handles = [starting.start_soon(connect) for _ in range(connections)]
-            for handle in handles:
-                await handle.wait()
-        shared = [handle.return_value for handle in handles]
+    async with AsyncExitStack() as stack:
+        shared: list[Connection] = await stack.enter_async_context(connect())
         offered = {tool.name: tool for tool in shared[0].tools}
         if unknown := [name for name in tools or () if name not in offered]:
             lacks = f"has no tool {quote_all(unknown)}; it has {quote_all(offered)}"
             raise ToolError(f"MCP server {label!r} {lacks}")
         if per_trajectory:
-            await shared.pop().leave()
-        ring = itertools.cycle(shared)
-
-        async def share() -> Connection:
-            return next(ring)
-
-        acquire = connect if per_trajectory else share
-        wanted = offered if tools is None else tools
-        yield [_McpTool(offered[name], prefix, acquire, owns=per_trajectory) for name in wanted]
+            await stack.aclose()
+            shared.clear()
+        ring, wanted = itertools.cycle(shared), offered if tools is None else tools
+        yield [_McpTool(offered[name], prefix, ring, connect) for name in wanted]
 
 
 class _McpTool(Tool):
     """A tool of an MCP server.
 
-    `acquire` gives a trajectory its connection, which ends with the trajectory where it `owns` it.
+    Its trajectories are spread over the connections of `ring`; where that has none, each has one of
+    its own.
     """
 
     def __init__(
-        self, theirs: Any, prefix: str, acquire: Callable[[], Awaitable[Connection]], *, owns: bool
+        self, theirs: Any, prefix: str, ring: Iterator[Connection], connect: Callable[[], Any]
     ) -> None:
-        self._acquire, self._owns = acquire, owns
+        self._ring, self._connect = ring, connect
         self.name, self.their_name = prefix + theirs.name, theirs.name
         description = theirs.description or theirs.title or theirs.name
         function = {"name": self.name, "description": description}
@@ -136,45 +126,50 @@ class _McpTool(Tool):
 
     async def open(self, context: ToolContext) -> ToolSession:
         """A session on the trajectory's connection, which the first of its tools acquires."""
-        key = f"{__name__}.{id(self._acquire)}"
-        if key in context.state:  # a trajectory opens its tools one after another
-            return _McpSession(context.state[key], self)
-        connection = context.state[key] = await self._acquire()
-        return (_OwningSession if self._owns else _McpSession)(connection, self)
+        key = f"{__name__}.{id(self._connect)}"
+        if (connection := context.state.get(key) or next(self._ring, None)) is not None:
+            context.state[key] = connection
+            return _McpSession(connection, self.their_name)
+        stack = AsyncExitStack()
+        (context.state[key],) = await stack.enter_async_context(self._connect())
+        return _OwningSession(context.state[key], self.their_name, stack)
 
 
 class _McpSession(ToolSession):
-    def __init__(self, connection: Connection, tool: _McpTool) -> None:
-        self._connection, self._tool = connection, tool
+    def __init__(
+        self, connection: Connection, name: str, stack: AsyncExitStack | None = None
+    ) -> None:
+        self._connection, self._name, self._stack = connection, name, stack
 
     async def execute(self, call: ToolCall) -> ToolResult:
-        answer = await self._connection.call(self._tool.their_name, dict(call.arguments))
-        return _make_result(self._tool.name, answer)
+        return _make_result(await self._connection.call(self._name, dict(call.arguments)))
 
 
 class _OwningSession(_McpSession):
     """Of the tool that a trajectory opened first, and closes last: the connection ends with it."""
 
     async def close(self) -> None:
-        await self._connection.leave()
+        assert self._stack is not None
+        await self._stack.aclose()
 
 
-def _make_result(name: str, answer: Any) -> ToolResult:
+def _make_result(answer: Any) -> ToolResult:
     """The observation for a server's answer: its texts, and its images."""
-    texts, images = [], []
-    for block in answer.content:
-        content = block.resource if block.type == "resource" else block
-        if hasattr(content, "text"):
-            texts.append(content.text)
-        elif block.type == "resource_link":
-            texts.append(f"{block.name}: {block.uri}")
-        elif str(getattr(content, "mime_type", None)).startswith("image/"):
-            data = content.blob if block.type == "resource" else content.data
-            images.append({"type": "image", "data": data, "mimeType": content.mime_type})
-        else:
-            found = f"{name}: the server answered with {block.type} content"
-            return error_result(f"{found}; only text and images can be observed")
-    data, is_error = answer.structured_content, bool(answer.is_error)
-    if not texts and data is not None:
-        texts.append(json.dumps(data, ensure_ascii=False))
-    return ToolResult("\n".join(texts), data=data, is_error=is_error, images=tuple(images))
+    shown = read_parts("the MCP server's answer", map(_read_block, answer.content))
+    data, text = answer.structured_content, shown.text
+    if not text and data is not None:
+        text = json.dumps(data, ensure_ascii=False)
+    return msgspec.structs.replace(shown, text=text, data=data, is_error=bool(answer.is_error))
+
+
+def _read_block(block: Any) -> str | dict[str, Any]:
+    """A block of a server's answer as a text or a part."""
+    content = block.resource if block.type == "resource" else block
+    if block.type == "resource_link":
+        return f"{block.name}: {block.uri}"
+    if hasattr(content, "text"):
+        return str(content.text)
+    if not str(mime := getattr(content, "mime_type", None)).startswith("image/"):
+        return {"type": block.type}
+    data = content.blob if block.type == "resource" else content.data
+    return {"type": "image", "data": data, "mimeType": mime}

@@ -12,8 +12,8 @@ import logging
 import math
 import re
 import tempfile
-from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from contextlib import aclosing, asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any, cast
 
 import anyio
 import httpx2
@@ -25,13 +25,12 @@ from mcp.os.posix.utilities import terminate_posix_process_tree
 from mcp.shared.message import SessionMessage
 
 from rollout.errors import ToolError
-from rollout.scopes import find_exception
+from rollout.scopes import find_exception, open_task_group
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
-    from anyio import TaskHandle
-    from anyio.abc import ByteSendStream, Process, TaskStatus
+    from anyio.abc import ByteSendStream, Process
 
 logger = logging.getLogger("rollout.tools")
 
@@ -61,18 +60,31 @@ def _is_over(error: MCPError) -> bool:
     return is_closed or error.message == "Session terminated"  # the SDK's word for a 404
 
 
+@asynccontextmanager
+async def keep_up(connections: Sequence[Connection]) -> AsyncIterator[Sequence[Connection]]:
+    """Connect them, and connect them again whenever their server is lost, until the block ends.
+
+    Raises:
+        ToolError: A first connection failed; later failures are logged, and tried again.
+    """
+    async with open_task_group() as tasks:
+        for connection in connections:
+            tasks.start_soon(connection.keep)
+        for connection in connections:
+            await connection.tried.wait()
+        yield connections
+
+
 class Connection:
-    """A connection to a server, kept up by a task of its own.
+    """A connection to a server; see `keep_up`.
 
     `open_transport` is called with a file for a command's standard error, and with what to call
     when its output ends.
 
     Attributes:
         tools: What the server offered when it was last connected.
-        task: The one that keeps it up.
+        tried: Set where there is a client, or connecting again has failed.
     """
-
-    task: TaskHandle[None]
 
     def __init__(
         self,
@@ -86,30 +98,26 @@ class Connection:
         self.tools: list[mcp_types.Tool] = []
         self._client: Client | None = None  # while the server can be called
         self._fault = ""  # what became of the server
-        #: Set where there is a client, or connecting has failed; and where the server is lost.
-        self._tried, self._ended = anyio.Event(), anyio.Event()
+        self.tried, self._ended = anyio.Event(), anyio.Event()
 
-    async def keep(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+    async def keep(self) -> None:
         """Connect, and connect again when the server is lost, until cancelled.
 
         Raises:
-            ToolError: The first connection failed; later failures are logged, and tried again.
+            ToolError: The first connection failed.
         """
-        if not await self._serve(task_status):
+        if not await self._serve():
             raise ToolError(f"MCP server {self._label!r}: {self._fault}")
         backoff_s = BACKOFF_S
         while True:
             logger.warning("MCP server %r: %s; connecting again", self._label, self._fault)
             await anyio.sleep(backoff_s)
-            was_there = await self._serve(anyio.TASK_STATUS_IGNORED)
+            was_there = await self._serve()
             backoff_s = BACKOFF_S if was_there else min(2 * backoff_s, MAX_BACKOFF_S)
+            if not was_there:
+                self.tried.set()
 
-    async def leave(self) -> None:
-        """End the connection and its task; returns when both have ended."""
-        self.task.cancel()
-        await self.task.wait()
-
-    async def _serve(self, task_status: TaskStatus[None]) -> bool:
+    async def _serve(self) -> bool:
         """Connect, and stay until the server is lost; False where it could not be reached."""
         self._ended, client = anyio.Event(), None
         with tempfile.TemporaryFile("w+", errors="replace") as errors:
@@ -121,8 +129,7 @@ class Connection:
                         self.tools = await _list_tools(starting)
                         client = self._client = starting
                         self._fault, scope.deadline = "ended", math.inf
-                        self._tried.set()
-                        task_status.started()
+                        self.tried.set()
                         await self._wait_for_end(client)
                         scope.cancel()  # a frozen server may block a farewell
                 fault = f"no answer within start_timeout_s = {self._start_timeout_s:g} s"
@@ -135,7 +142,6 @@ class Connection:
                 errors.seek(0)
                 lines = map(str.rstrip, errors.read().splitlines()[-QUOTED_LINES:])
                 self._fault = "\n    ".join([fault, *lines])
-                self._tried.set()
         return client is not None
 
     async def _wait_for_end(self, client: Client) -> None:
@@ -157,7 +163,7 @@ class Connection:
     def _lose(self, client: Client | None) -> None:
         """A client is of no more use."""
         if client is not None and client is self._client:
-            self._client, self._tried = None, anyio.Event()
+            self._client, self.tried = None, anyio.Event()
             self._ended.set()
 
     async def call(self, name: str, arguments: dict[str, Any]) -> mcp_types.CallToolResult:
@@ -168,7 +174,7 @@ class Connection:
                 froze with the call under way.
         """
         if self._client is None:
-            await self._tried.wait()
+            await self.tried.wait()
         if (client := self._client) is None:
             raise ToolError(
                 f"the MCP server is not there ({self._fault}), and is being started again; "
@@ -198,8 +204,11 @@ async def _list_tools(client: Client) -> list[mcp_types.Tool]:
     return tools
 
 
-def _describe_limit(max_bytes: int) -> str:
-    return f"the answer exceeded the {max_bytes} {_TOO_LONG} (connect_mcp: max_answer_bytes)"
+def _make_refusal(request_id: Any, max_bytes: int) -> bytes:
+    """What takes the place of an answer that is too long."""
+    text = f"the answer exceeded the {max_bytes} {_TOO_LONG} (connect_mcp: max_answer_bytes)"
+    error = {"code": mcp_types.INTERNAL_ERROR, "message": text}
+    return json.dumps({"jsonrpc": "2.0", "id": request_id, "error": error}).encode()
 
 
 class LineBuffer:
@@ -209,28 +218,26 @@ class LineBuffer:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._head, self._tail, self._size = bytearray(), b"", 0
+        self._max_bytes, self._line, self._size = max_bytes, bytearray(), 0
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Yield the lines that end within `data`, but for blank ones."""
         for number, piece in enumerate(data.split(b"\n")):
             if number and (line := self._end_line()).strip():
                 yield line
-            self._head += piece[: max(0, self._max_bytes - len(self._head))]
-            self._tail = (self._tail + piece)[-_ENDS:]
+            self._line += piece
             self._size += len(piece)
+            if self._size > self._max_bytes:
+                del self._line[_ENDS:-_ENDS]
 
     def _end_line(self) -> bytes:
-        line, tail, size = bytes(self._head), self._tail, self._size
-        self._head, self._tail, self._size = bytearray(), b"", 0
+        line, size = bytes(self._line), self._size
+        self._line, self._size = bytearray(), 0
         if size <= self._max_bytes:
             return line
-        if (found := _ID.search(line[:_ENDS] + tail)) is None:
+        if (found := _ID.search(line)) is None:
             return b""
-        error = {"code": -32603, "message": _describe_limit(self._max_bytes)}
-        answer = {"jsonrpc": "2.0", "id": json.loads(found[1] or found[2]), "error": error}
-        return json.dumps(answer).encode()
+        return _make_refusal(json.loads(found[1] or found[2]), self._max_bytes)
 
 
 @asynccontextmanager
@@ -297,25 +304,6 @@ async def _end(process: Process, stdin: ByteSendStream) -> None:
             await process.aclose()
 
 
-class _BoundedBody(httpx2.AsyncByteStream):
-    """Of a body that is too long the rest is dropped as it is read; its end is an error."""
-
-    def __init__(self, stream: Any, max_bytes: int) -> None:
-        self._stream, self._max_bytes = stream, max_bytes
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        size = 0
-        async for piece in self._stream:
-            size += len(piece)
-            if size <= self._max_bytes:
-                yield piece
-        if size > self._max_bytes:
-            raise httpx2.StreamError(_describe_limit(self._max_bytes))
-
-    async def aclose(self) -> None:
-        await self._stream.aclose()
-
-
 @asynccontextmanager
 async def open_http(
     url: str, headers: Mapping[str, str] | None, max_bytes: int
@@ -325,8 +313,16 @@ async def open_http(
     async def bound(response: httpx2.Response) -> None:
         # A compressed body, which nobody asked for, is not unpacked: its size could not be bounded.
         response.headers.pop("content-encoding", None)
-        if "text/event-stream" not in response.headers.get("content-type", ""):
-            response.stream = _BoundedBody(response.stream, max_bytes)
+        if "text/event-stream" in response.headers.get("content-type", ""):
+            return  # whose reader bounds each event
+        body, size, stream = bytearray(), 0, cast("httpx2.AsyncByteStream", response.stream)
+        async with aclosing(stream):
+            async for piece in stream:
+                size += len(piece)
+                body += piece[: max_bytes - len(body)]
+        if size > max_bytes:
+            body[:] = _make_refusal(json.loads(response.request.content).get("id"), max_bytes)
+        response.stream = httpx2.ByteStream(bytes(body))
 
     async with (
         httpx2.AsyncClient(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
 import msgspec
 from pydantic import BaseModel
 
-from rollout.errors import MediaError
+from rollout.errors import MediaError, ToolError
 from rollout.media import Media
 from rollout.media.parts import (
     NO_AUDIO,
@@ -21,7 +21,11 @@ from rollout.media.parts import (
     kind_of_media,
     media_part,
 )
+from rollout.scopes import find_exception
+from rollout.types import read_message
 
+#: Characters of an exception's message that the model sees.
+MAX_MESSAGE = 500
 #: What the model reads where a tool answers None.
 NO_OUTPUT = "(no output)"
 TruncateSide = Literal["left", "right", "middle"]
@@ -32,7 +36,7 @@ MARKERS = {"left": "(truncated)...", "right": "...(truncated)", "middle": "...(t
 SIDES_BY_VERL: dict[str, TruncateSide] = {"left": "right", "right": "left", "middle": "middle"}
 
 
-class ToolResult(msgspec.Struct, frozen=True):
+class ToolResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """The answer to one tool call.
 
     Attributes:
@@ -90,6 +94,16 @@ def error_result(text: str) -> ToolResult:
     return ToolResult(text, is_error=True)
 
 
+def describe_error(error: BaseException) -> str:
+    """One short text for the model: type and message; a `ToolError` speaks for itself."""
+    leaf = find_exception(error) or error
+    message = read_message(leaf)
+    if len(message) > MAX_MESSAGE:
+        message = message[:MAX_MESSAGE] + "…"
+    name = "" if isinstance(leaf, ToolError) and message else type(leaf).__name__
+    return ": ".join(filter(None, (name, message)))
+
+
 def normalise_result(value: Any) -> ToolResult:
     """The `ToolResult` that a returned value stands for; an error result where it stands for none.
 
@@ -117,8 +131,10 @@ def normalise_result(value: Any) -> ToolResult:
         return ToolResult(str(value))
     if isinstance(value, bytes | bytearray) and not is_media_file(value):
         return ToolResult(value.decode(errors="replace"))
-    if (shown := _show_media(value)) is not None:
-        return shown
+    if isinstance(value, Media) or kind_of_media(value) is not None:
+        return read_parts("the tool's answer", [value])
+    if isinstance(value, list) and all(map(_is_part, value)) and any(map(is_media_part, value)):
+        return read_parts("the tool's answer", value)
     try:
         check_answer("the tool's answer", value)
         encoded = msgspec.json.encode(value, enc_hook=_convert_plain)
@@ -134,18 +150,15 @@ def normalise_result(value: Any) -> ToolResult:
 
 def check_result(result: ToolResult) -> ToolResult:
     """The result with plain dicts and a float reward; an error where a field is none such."""
-    if not isinstance(result.text, str):
-        check_answer("ToolResult.text", result.text)
-        kind = type(result.text).__name__
-        return error_result(f"the tool returned a ToolResult whose text is {kind}; expected str")
+    check_answer("ToolResult.text", result.text)
     reward = read_reward(result.reward)
-    for name, expected, is_right in (
-        ("metrics", "a dict", isinstance(result.metrics, Mapping)),
-        ("extra", "a dict", isinstance(result.extra, Mapping)),
-        ("the reward", "a finite number or None", reward == result.reward),
+    for name, value, expected, is_right in (
+        ("the text", result.text, "str", isinstance(result.text, str)),
+        ("metrics", result.metrics, "a dict", isinstance(result.metrics, Mapping)),
+        ("extra", result.extra, "a dict", isinstance(result.extra, Mapping)),
+        ("the reward", result.reward, "a finite number or None", reward == result.reward),
     ):
         if not is_right:
-            value = getattr(result, name.removeprefix("the "))
             return error_result(f"the tool returned {name} {value!r:.80}; expected {expected}")
     return msgspec.structs.replace(
         result, reward=reward, metrics=dict(result.metrics), extra=dict(result.extra)
@@ -160,30 +173,29 @@ def read_reward(value: Any) -> float | None:
     return None
 
 
-def _show_media(value: Any) -> ToolResult | None:
-    """The result in what is a picture, or in parts of which one is; None of anything else."""
-    if isinstance(value, Media) and value.kind == "video":
-        return ToolResult(videos=[value])
-    if isinstance(value, Media) or kind_of_media(value) is not None:
-        return ToolResult(images=[value])
-    if not isinstance(value, list) or not all(
-        isinstance(part, Mapping) and (part.get("type") == "text" or is_media_part(part))
-        for part in value
-    ):
-        return None
-    media = [media_part(f"part {at} of the tool's answer", part) for at, part in enumerate(value)]
-    if not any(media):
-        return None
-    texts = [part["text"] for part in value if part.get("type") == "text"]
-    images, videos = split_media(media)
-    return ToolResult("\n".join(texts), images=images, videos=videos)
+def _is_part(value: Any) -> bool:
+    return isinstance(value, Mapping) and (value.get("type") == "text" or is_media_part(value))
 
 
-def split_media(parts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """The images, and the videos, among what `media_part` found."""
-    found = [part for part in parts if part is not None]
-    images = [part for part in found if part.kind == "image"]
-    return images, [part for part in found if part.kind == "video"]
+def read_parts(where: str, parts: Iterable[Any], separator: str = "\n") -> ToolResult:
+    """The result in parts of a content: texts, with what separates them, and media.
+
+    Raises:
+        MediaError: A part is audio, or nothing known.
+    """
+    texts, media = list[str](), dict[str, list[Any]](image=[], video=[])
+    for at, part in enumerate(parts):
+        if (found := media_part(f"part {at} of {where}", part)) is not None:
+            media[found.kind].append(found)
+        elif isinstance(part, str) or part.get("type") == "text":
+            texts.append(part if isinstance(part, str) else part["text"])
+        else:
+            raise MediaError(
+                f"{where} holds a part of type {part.get('type')!r}; return text, or "
+                "ToolResult(images=…, videos=…)"
+            )
+    images, videos = map(tuple, media.values())
+    return ToolResult(separator.join(texts), images=images, videos=videos)
 
 
 def _convert_plain(value: Any) -> Any:
@@ -221,16 +233,12 @@ def truncate_text(
     Raises:
         ValueError: An argument is none of the above.
     """
-    for name, value, choices in (
-        ("side", side, ("left", "right", "middle")),
-        ("unit", unit, ("characters", "tokens")),
-        ("convention", convention, ("rollout", "seed")),
-    ):
-        if value not in choices:
-            *others, last = map(repr, choices)
-            raise ValueError(f"{name} = {value!r}: expected {', '.join(others)} or {last}")
-    if limit < 0:
-        raise ValueError(f"limit = {limit}: expected 0 or more")
+    known = side in MARKERS and unit in ("characters", "tokens")
+    if not known or convention not in ("rollout", "seed") or limit < 0:
+        raise ValueError(
+            f"limit = {limit}, side = {side!r}, unit = {unit!r}, convention = {convention!r}: "
+            "expected 0 or more, a side, characters or tokens, rollout or seed"
+        )
     if unit == "tokens" and tokenizer is None:
         raise ValueError("unit = 'tokens' needs a tokenizer")
     side = SIDES_BY_VERL[side] if convention == "seed" else side
