@@ -84,7 +84,7 @@ class ModelUser:
                 f'interaction {name!r} needs openai: pip install "rollout-rl[users]" ({error})'
             ) from error
         self.name, self.persona, self.max_turns = name, persona, max_turns
-        self.fields = {"model": model, "extra_body": dict(sampling or {})}
+        self.fields: dict[str, Any] = {"model": model, "extra_body": dict(sampling or {})}
         certificates = httpx.create_ssl_context()  # once: it reads all of them
         api_key = os.environ.get(api_key_variable or "", "none")  # the client wants one
 

@@ -111,7 +111,8 @@ def _describe_type(hint: Any, description: str, default: Any) -> Any:
     """A parameter's type with its description and default, for pydantic."""
     if choices := _CHOICES.search(description):
         with suppress(ValueError):  # it only looks like choices
-            hint = Literal[tuple(json.loads(choices["values"]))]
+            values = json.loads(choices["values"])
+            hint = Annotated[hint, pydantic.Field(json_schema_extra={"enum": values})]
             description = description[: choices.start()].strip()
     for text in (*getattr(hint, "__metadata__", ()), description):
         if isinstance(text, str) and text:

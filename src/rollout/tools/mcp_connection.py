@@ -44,6 +44,8 @@ CONNECT_S = 30.0
 QUOTED_LINES = 10
 #: Stands in the error of each answer that is too long, also in the SDK's own of an event.
 _TOO_LONG = "byte limit"
+#: How the SDK words that the connection is gone, and that it got a 404.
+_CLOSED, _UNKNOWN_SESSION = ("Connection closed", "SSE stream"), "Session terminated"
 #: What reading and writing raise once the other side is gone, or ours is closed.
 _GONE = (OSError, anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError)
 #: The id of a message, within `_ENDS` bytes of one of its ends: servers write it first or last.
@@ -56,8 +58,9 @@ _ID = re.compile(
 
 def _is_over(error: MCPError) -> bool:
     """Whether the connection has ended, or a server that was started anew knows no session."""
-    is_closed = error.code == mcp_types.CONNECTION_CLOSED and _TOO_LONG not in error.message
-    return is_closed or error.message == "Session terminated"  # the SDK's word for a 404
+    if error.code == mcp_types.CONNECTION_CLOSED:  # servers may give their own errors this code
+        return error.message.startswith(_CLOSED) and _TOO_LONG not in error.message
+    return error.code == mcp_types.INVALID_REQUEST and error.message == _UNKNOWN_SESSION
 
 
 @asynccontextmanager
