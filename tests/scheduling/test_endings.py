@@ -190,31 +190,15 @@ async def test_slow_consumer_of_a_stream_gets_every_trajectory_that_was_cancelle
     assert sorted(found) == list(range(22))
 
 
-@pytest.mark.parametrize("call", ["generate", "stream", "collect", "stream_groups"])
-async def test_caller_that_is_cancelled_with_its_runtime_gets_its_cancellation(call: str) -> None:
-    """Both meet the same scope: the end of the call's task is no error of the caller's."""
-    prompts, args = [Prompt("go")], [1] if call == "collect" else []
-    slow = Scenario(seed=1).reply("", filler=4000)
-    for rounds in (0, 5):
-        met: list[str] = []
-        with anyio.CancelScope() as scope:
-            async with rollout.open_rollout(slow.config()) as runtime:
-
-                async def stop(scope: anyio.CancelScope = scope, rounds: int = rounds) -> None:
-                    for _ in range(rounds):
-                        await anyio.lowlevel.checkpoint()
-                    scope.cancel()
-
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(stop)
-                    try:
-                        if args or call == "generate":
-                            await getattr(runtime, call)(prompts, *args)
-                        else:
-                            async with getattr(runtime, call)(prompts) as found:
-                                assert [each async for each in found] == []
-                    except Exception as error:
-                        met.append(str(error))
-                        raise
-        assert scope.cancelled_caught
-        assert met == []
+@pytest.mark.parametrize("call", ["stream", "stream_groups"])
+async def test_caller_that_learns_late_of_its_cancellation_gets_no_other_error(call: str) -> None:
+    """The runtime's tasks are cancelled too, and with them the call's: it ends as if closed."""
+    with anyio.CancelScope() as scope:
+        async with rollout.open_rollout(Scenario(seed=1).reply("", "ok").config()) as runtime:
+            async with getattr(runtime, call)([Prompt("go")]) as found:
+                scope.cancel()
+                with anyio.CancelScope(shield=True):
+                    await anyio.sleep(1.0)
+                    if call == "stream_groups":
+                        await found.receive()
+    assert scope.cancelled_caught

@@ -286,7 +286,7 @@ class Call:
                 await anyio.lowlevel.checkpoint()
                 member.refills = self.groups.wanted.refills
                 self._tally.add_calls(recorded.metrics)
-                await self._finish_unstarted(member, recorded)
+                await self.finish_member(member, recorded, is_unstarted=True)
             elif await self.scheduler.take_slot(member):
                 self._begin(member)
             else:
@@ -297,7 +297,7 @@ class Call:
                     self.groups.begin(member)
                     continue
                 ending = explain_cut(member, member.deadline_met or self.deadline)
-                await self._finish_unstarted(member, make_unstarted(member, ending))
+                await self.finish_member(member, make_unstarted(member, ending), is_unstarted=True)
 
     async def _repeat_pulls(self, source: PromptSource) -> None:
         """Bring the source of a resumed call where it stood then."""
@@ -362,15 +362,9 @@ class Call:
             return
         member.batch = self.number
         self.groups.begin(member)
+        # Those of a list were counted all at once.
         self._tally.admitted += self.outbox is None and not member.is_carried
         self.scheduler.run_member(member)
-
-    async def _finish_unstarted(self, member: Member, trajectory: Trajectory) -> None:
-        """End a member whose agent does not run: it was cancelled, or is in the journal."""
-        self._tally.admitted += self.outbox is None  # those of a list were, all at once
-        if self._note_end(member, trajectory):
-            self._start_judging(member.group)
-        await self._deliver_alone(member, trajectory)
 
     async def _watch_deadlines(self) -> None:
         """End what runs when the call's time is over, and the agents of a group at its own."""
@@ -400,13 +394,20 @@ class Call:
 
     # Ends of members.
 
-    async def finish_member(self, member: Member, trajectory: Trajectory) -> None:
-        """Note the end of a member, and judge its group where that was the last one wanted."""
-        if self._note_end(member, trajectory):
-            await self._judge(member.group, self._complete(member.group))
-        await self._deliver_alone(member, trajectory)
+    async def finish_member(
+        self, member: Member, trajectory: Trajectory, *, is_unstarted: bool = False
+    ) -> None:
+        """Note the end of a member, and judge its group where that was the last one wanted.
 
-    async def _deliver_alone(self, member: Member, trajectory: Trajectory) -> None:
+        Args:
+            is_unstarted: Its agent does not run: it was cancelled, or is in the journal.
+        """
+        self._tally.admitted += is_unstarted and self.outbox is None
+        if self._note_end(member, trajectory):
+            if is_unstarted:
+                self._start_judging(member.group)
+            else:
+                await self._judge(member.group, self._complete(member.group))
         if self.outbox is not None and not self._is_by_group:
             await self.outbox.deliver([Ended(member, trajectory)])
 
