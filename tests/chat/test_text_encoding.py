@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from chat_material import VOCABULARIES, tokenizer
 from rollout.chat import ChatTemplate, fast_encoding
 from rollout.chat.encoding import TextEncoder, WrittenText, get_encoder
-from rollout.chat.fast_encoding import LONG, make_encoder, make_plain_codec
+from rollout.chat.fast_encoding import LONG, make_plain_codec
 from rollout.chat.tokenizer_parts import copy_tokenizer
 from rollout.errors import TemplateError
 from rollout.testing import simulated_tokenizer
@@ -96,7 +96,7 @@ def test_fastokens_gives_the_ids_of_tokenizers(vocabulary: str) -> None:
     pytest.importorskip("fastokens")
     plain = copy_tokenizer(tokenizer(vocabulary).backend_tokenizer)
     plain.encode_special_tokens = True
-    assert fast_encoding._open_fastokens(plain, make_encoder(plain)) is not None
+    assert fast_encoding._open_fastokens(plain) is not None
 
 
 class OtherTokenizer:
@@ -121,7 +121,7 @@ class OtherTokenizer:
 def library(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A backend, and what is known of others forgotten."""
     monkeypatch.setattr(fast_encoding, "_PROVEN", {})
-    monkeypatch.setattr(fast_encoding, "_REASONS", set())
+    fast_encoding._log_once.cache_clear()
     return simulated_tokenizer().backend_tokenizer
 
 

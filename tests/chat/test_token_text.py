@@ -35,7 +35,7 @@ def test_spellings_of_parts_of_characters_join_to_the_text(vocabulary: str) -> N
 
 def test_bytes_of_a_vocabulary_of_words_are_spelt_as_they_are() -> None:
     backend = spelled()
-    assert [spell_token(backend, each, is_byte_level=False) for each in (2, 6 + 0xE6, 4)] == [
+    assert [spell_token(backend, each) for each in (2, 6 + 0xE6, 4)] == [
         b"s",
         b"\xe6",
         "é".encode(),

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from rollout.chat.continuation import TurnEnds
-    from rollout.chat.encoding import Render, TextEncoder, Tools
+    from rollout.chat.encoding import TextEncoder
     from rollout.chat.messages import TemplateMessage
+    from rollout.chat.rendering import Render, Tools
 
 #: From no difference to the worst. "whitespace": only in white space; "special_tokens": in special
 #: tokens too; "reasoning_stripped": the rendering leaves out reasoning of earlier turns;
@@ -214,7 +215,7 @@ class FullRenderer:
     def _body(self, turn: TemplateMessage, at: int) -> str:
         """What the template writes of a turn, from where the model takes over to its end."""
         alone = self._render([_QUESTION, turn], False, None).partition(USER_MARKER)[2]
-        body = alone.removesuffix(self._ends.called if "tool_calls" in turn else self._ends.said)
+        body = alone.removesuffix(self._ends.calls if "tool_calls" in turn else self._ends.text)
         common = len(common_prefix(self._opening, body, self._encoder))
         return body[common:] if _word("Turn", at) in body[common:] else _word("Turn", at)
 
