@@ -11,6 +11,7 @@ keys), on contents of our own. The messages themselves are rendered each time.
 from __future__ import annotations
 
 import itertools
+from array import array
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -82,8 +83,9 @@ class ContinuationRenderer:
         self._encoder = encoder
         self._source = source
         self._specials = frozenset(encoder.specials.values())
-        self._patterns: dict[tuple[object, ...], tuple[Answer, str]] = {}
+        self._patterns: dict[tuple[object, ...], tuple[Answer, str, bool]] = {}
         self._calls = lru_cache(maxsize=256)(self._render_calls)
+        self._turn_end_ids = lru_cache(maxsize=16)(encoder.encode)
 
     def render(
         self, messages: Sequence[TemplateMessage], max_tokens: int | None = None
@@ -102,8 +104,9 @@ class ContinuationRenderer:
         if key not in self._patterns:
             if len(self._patterns) >= _PATTERNS:
                 self._patterns.clear()
-            self._patterns[key] = self._find_answer(messages)
-        answer, opening = self._patterns[key]
+            answer, opening = self._find_answer(messages)
+            self._patterns[key] = answer, opening, opens_reasoning(opening)
+        answer, opening, opens = self._patterns[key]
         turn_end = ""
 
         def render(marked: Sequence[TemplateMessage], _: object) -> str:
@@ -112,8 +115,8 @@ class ContinuationRenderer:
             return text
 
         written = render_escaped(render, self._encoder, messages, None, max_tokens)
-        is_usual = written.text.endswith(opening)
-        opens = opens_reasoning(opening) if is_usual else ends_with_opening(written.text)
+        if not written.text.endswith(opening):
+            opens = ends_with_opening(written.text)
         return Continuation(written, turn_end, opens)
 
     @cached_property
@@ -153,14 +156,14 @@ class ContinuationRenderer:
         Only a special token tells that a turn is over; text before it (a space, in some
         templates) is then past, and what comes after it may or may not have been sampled.
         """
-        end: Sequence[int] = self._encoder.encode(turn_end)  # of which `ids` start with a part
-        end = end[: common_length(ids, end)] or ids[:1]
+        end = self._turn_end_ids(turn_end)  # of which `ids` start with a part
+        end = end[: common_length(ids, end)] or array("i", ids[:1])
         special = 0
         while special < len(end) and end[special] not in self._specials:
             special += 1
-        tail = list(after[-len(end) :])
+        tail = array("i", after[-len(end) :])
         for stop in range(len(end), special, -1):
-            if tail[special - stop :] == list(end[special:stop]):
+            if tail[special - stop :] == end[special:stop]:
                 return stop
         # The model may end a turn by another token than a template that continues (harmony).
         return special + 1 if turn_end and int(after[-1]) in self._end_tokens else 0
