@@ -7,8 +7,6 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any, TypeGuard, overload
 
-import msgspec
-
 from rollout.errors import MediaError, TemplateError
 from rollout.media import Media
 from rollout.media import parts as media
@@ -250,40 +248,6 @@ def template_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict
     return {"id": call_id, "type": "function", "function": function}
 
 
-class Dialect(msgspec.Struct, frozen=True, kw_only=True):
-    """How a template wants tool calls and their results.
-
-    Attributes:
-        arguments_as_text: Arguments as a string of JSON, which it writes down as it is (DeepSeek);
-            others want a mapping.
-        nine_letter_ids: It refuses ids of calls that are not nine letters or digits (Mistral).
-        results_as_user: It knows no tool results (Gemma 2 and 3): a user says them.
-    """
-
-    arguments_as_text: bool = False
-    nine_letter_ids: bool = False
-    results_as_user: bool = False
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What is changed, in words."""
-        known = (
-            (self.arguments_as_text, "arguments as text"),
-            (self.nine_letter_ids, "ids of nine letters"),
-            (self.results_as_user, "results as words of the user"),
-        )
-        return tuple(note for is_so, note in known if is_so)
-
-    def adapt(self, messages: Iterable[TemplateMessage]) -> list[TemplateMessage]:
-        """`messages` as the template wants them."""
-        adapted = list(messages)
-        if self.arguments_as_text:
-            adapted = with_arguments_as_text(adapted)
-        if self.nine_letter_ids:
-            adapted = with_nine_letter_ids(adapted)
-        return with_results_as_user(adapted) if self.results_as_user else adapted
-
-
 def with_arguments_as_text(messages: Iterable[TemplateMessage]) -> list[TemplateMessage]:
     """The messages with the arguments of each call as a string of JSON."""
 
@@ -341,6 +305,15 @@ def with_results_as_user(messages: Iterable[TemplateMessage]) -> list[TemplateMe
             converted.append({"role": "user", "content": content} if is_result else message)
         is_open = is_result
     return converted
+
+
+#: How templates want calls and results: arguments as a string of JSON, which they write as it is
+#: (DeepSeek); ids of calls of nine letters or digits (Mistral); no results (Gemma 2 and 3).
+DIALECTS: dict[str, Callable[[Iterable[TemplateMessage]], list[TemplateMessage]]] = {
+    "arguments as text": with_arguments_as_text,
+    "ids of nine letters": with_nine_letter_ids,
+    "results as words of the user": with_results_as_user,
+}
 
 
 def join_contents(*contents: str | Iterable[Any]) -> str | list[Any]:

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from rollout.chat.encoding import Place, WrittenText
 from rollout.chat.messages import (
-    Dialect,
+    DIALECTS,
     TemplateMessage,
     as_parts,
     template_call,
@@ -85,19 +83,16 @@ class TemplateRenderer:
         """`messages` with tool calls and results as the template wants them."""
         for message in messages:
             if "tool_calls" in message or message["role"] == "tool":
-                return self.dialect.adapt(messages)
+                return _adapt(messages, self.dialect)
         return messages
 
     @cached_property
-    def dialect(self) -> Dialect:
-        """Found by showing the template a call and its result."""
-        as_text = Dialect(arguments_as_text=self._wants_text())
-        ids = msgspec.structs.replace(as_text, nine_letter_ids=True)
-        as_user = msgspec.structs.replace(as_text, results_as_user=True)
-        for dialect in (as_text, ids, as_user):
-            if self._takes_results(dialect):
-                return dialect
-        return as_text
+    def dialect(self) -> tuple[str, ...]:
+        """Which of `DIALECTS` it wants, found by showing the template a call and its result."""
+        arguments, *others = DIALECTS
+        own = (arguments,) if self._wants_text() else ()
+        tried = (own, *((*own, other) for other in others))
+        return next((each for each in tried if self._takes_results(each)), own)
 
     @cached_property
     def _takes_parts_only(self) -> bool:
@@ -122,12 +117,12 @@ class TemplateRenderer:
         text = _try(self._render, with_arguments_as_text(messages), False)
         return text is not None and '"rolloutValue"' in text
 
-    def _takes_results(self, dialect: Dialect) -> bool:
+    def _takes_results(self, dialect: Iterable[str]) -> bool:
         calls = [template_call("call_0", "tool", {})]
         result = {"role": "tool", "content": "r", "name": "tool", "tool_call_id": "call_0"}
         calling: TemplateMessage = {"role": "assistant", "content": "", "tool_calls": calls}
         return any(
-            _try(self._render, dialect.adapt([_USER, answer, result]), True) is not None
+            _try(self._render, _adapt([_USER, answer, result], dialect), True) is not None
             for answer in (calling, {"role": "assistant", "content": "a"})
         )
 
@@ -209,6 +204,13 @@ def _is_plain(value: Any) -> bool:
         if type(each) is not str and not _is_plain(each):
             return False
     return True
+
+
+def _adapt(messages: Sequence[TemplateMessage], dialect: Iterable[str]) -> list[TemplateMessage]:
+    adapted = list(messages)
+    for name in dialect:
+        adapted = DIALECTS[name](adapted)
+    return adapted
 
 
 def _try(render: Callable[..., str], *conversation: Any) -> str | None:

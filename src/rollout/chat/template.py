@@ -325,7 +325,7 @@ class ChatTemplate:
     @property
     def dialect_notes(self) -> tuple[str, ...]:
         """How tool calls and results are changed for the template, in words."""
-        return self._renderer.dialect.notes
+        return self._renderer.dialect
 
     @cached_property
     def fingerprint(self) -> str:
