@@ -230,8 +230,7 @@ class Transcript(msgspec.Struct, eq=False, gc=False):
             raise ValueError(f"append_generated: a run of versions is negative: {list(versions)}")
         runs = tuple((int(version), int(count)) for version, count in versions if count)
         likely = _pack_top(top, length) if top is not None and length else None
-        span = Span("generated", len(self), packed, floats, finish_reason, runs, likely)
-        self._append(span)
+        self._append(Span("generated", len(self), packed, floats, finish_reason, runs, likely))
 
     def fork(self, position: int) -> Transcript:
         """A transcript that begins with the first `position` tokens of this one, as context.
@@ -369,18 +368,18 @@ class Transcript(msgspec.Struct, eq=False, gc=False):
             raise ValueError(f"{what}: append the prompt first")
 
     def _append_read(self, kind: SpanKind, ids: Ids, media: Sequence[PlacedMedia]) -> None:
-        packed, at, end = _pack("i", ids), len(self), 0
+        span, end = Span(kind, len(self), _pack("i", ids)), 0
         for each in media:
-            if each.start < end or each.count < 1 or each.start + each.count > len(packed) // 4:
+            if each.start < end or each.count < 1 or each.start + each.count > len(span):
                 raise ValueError(
                     f"append_{kind}: {each.medium!r} at {each.start} + {each.count}: expected "
-                    f"places in order among {len(packed) // 4} ids"
+                    f"places in order among {len(span)} ids"
                 )
             end = each.start + each.count
         if media:
-            placed = (PlacedMedia(each.medium, at + each.start, each.count) for each in media)
+            placed = (PlacedMedia(m.medium, span.start + m.start, m.count) for m in media)
             self.media = (*self.media, *placed)
-        self._append(Span(kind, at, packed))
+        self._append(span)
 
     def _append(self, span: Span) -> None:
         self._spans.append(span)
