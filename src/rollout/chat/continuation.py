@@ -134,10 +134,10 @@ class ContinuationRenderer:
             calling = self._render(conversation([result], "words and calls")[:2], False)
         except TemplateError:
             return TurnEnds(end, end)
-        places = self._encoder.special_token_spellings(calling)
-        if calling.endswith(end) or not places:
+        specials = list(self._encoder.pattern.finditer(calling))
+        if calling.endswith(end) or not specials:
             return TurnEnds(end, end)
-        return TurnEnds(end, calling[places[-1][0] :])
+        return TurnEnds(end, calling[specials[-1].start() :])
 
     def stop_ids(self) -> Iterable[int]:
         """The special tokens that end a turn, in order, or else those that open the turns after."""
@@ -217,11 +217,11 @@ class ContinuationRenderer:
         """What of `after` ends the turn: some templates end it otherwise once something follows."""
         if not end or after.startswith(end):
             return end
-        places = self._encoder.special_token_spellings(after)
-        if not places or self._encoder.is_plain(end):
+        special = self._encoder.pattern.search(after)
+        other = "" if special is None else after[: special.end()]
+        if end.startswith(other) or not self._encoder.pattern.search(end):
             return common_prefix(end, after, self._encoder)
-        other = after[: places[0][1]]
-        return common_prefix(end, after, self._encoder) if end.startswith(other) else other
+        return other
 
     def _find_answer(self, messages: Sequence[TemplateMessage]) -> tuple[Answer, str]:
         """The answer that messages like these can follow, and what follows their last content.
@@ -312,9 +312,7 @@ def common_prefix(left: str, right: str, encoder: TextEncoder) -> str:
     """What both texts begin with, in whole special tokens and whole tags."""
     length = common_length(left, right)
     for text in (left, right):
-        places = [
-            *encoder.special_token_spellings(text),
-            *(tag.span() for tag in TAG.finditer(text)),
-        ]
-        length = min([length, *(start for start, stop in places if start < length < stop)])
+        for match in (*encoder.pattern.finditer(text), *TAG.finditer(text)):
+            if match.start() < length < match.end():
+                length = match.start()
     return left[:length]

@@ -159,14 +159,6 @@ class TextEncoder:
     def _longest(self) -> int | None:
         return None if self._backend is None else longest_token(self._backend)
 
-    def is_plain(self, text: str) -> bool:
-        """Whether nothing in `text` looks like a special token."""
-        return self.pattern.search(text) is None
-
-    def special_token_spellings(self, text: str) -> list[Place]:
-        """Where `text` would be read as special tokens."""
-        return [match.span() for match in self.pattern.finditer(text)]
-
     def split(self, written: WrittenText) -> list[str]:
         """The texts around the special tokens that the template wrote, and those tokens between."""
         text, parts, at, start = written.text, list[str](), 0, 0

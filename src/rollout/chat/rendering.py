@@ -7,7 +7,6 @@ stay text.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cached_property, partial
@@ -247,48 +246,41 @@ def render_escaped(
     """
     text = render(messages, tools)
     encoder.refuse_beyond(max_tokens, text)
-    if encoder.is_plain("\0".join(_list_texts([messages, tools or ()]))):
+    if not encoder.pattern.search("\0".join(_list_texts([messages, tools or ()]))):
         return WrittenText(text)
     word = "rolloutSpecialToken"  # letters, which templates leave as they are
     while word in text:
         word += "a"
-    spelled: list[str] = []
 
     def mark(text: str, left_out: Container[str] = ()) -> str:
         end = len(text.rstrip())  # templates look for tokens at the start or end of a content
 
-        def add_mark(match: re.Match[str]) -> str:
-            token = match[0]
-            if token in left_out:
-                return token
-            spelled.append(token)
-            number = f"{word}{len(spelled) - 1}"
-            return f"{number}b{token}" if match.end() >= end else f"{token}{number}a"
+        def add_word(match: re.Match[str]) -> str:
+            if match[0] in left_out:
+                return match[0]
+            return f"{word}B{match[0]}" if match.end() >= end else f"{match[0]}{word}A"
 
-        return encoder.pattern.sub(add_mark, text)
+        return encoder.pattern.sub(add_word, text)
 
     marked = [
         map_texts(each, partial(mark, left_out=encoder.tags if each["role"] == "assistant" else ()))
         for each in messages
     ]
     offered = None if tools is None else map_texts(list(tools), mark)
-    return _remove_marks(render(marked, offered), word, spelled) if spelled else WrittenText(text)
+    return _remove_marks(render(marked, offered), word, encoder.pattern.pattern)
 
 
-def _remove_marks(text: str, word: str, spelled: Sequence[str]) -> WrittenText:
-    """The text without the words before ("b") and after ("a") the tokens `spelled`."""
+def _remove_marks(text: str, word: str, special: str) -> WrittenText:
+    """The text without the words before ("B") and after ("A") special tokens, which stay plain."""
     pieces, plain = list[str](), list[Place]()
     at = length = 0
-    for match in re.finditer(f"{word}([0-9]+)([ab])", text):
-        before, at = text[at : match.start()], match.end()
-        pieces.append(before)
-        length += len(before)
-        token, is_before = spelled[int(match[1])], match[2] == "b"
-        for spelling in (token, json.dumps(token, ensure_ascii=False)[1:-1]):  # in JSON
-            if text.startswith(spelling, at) if is_before else before.endswith(spelling):
-                start = length if is_before else length - len(spelling)
-                plain.append((start, start + len(spelling)))
-                break
+    for match in re.finditer(f"{word}B({special})?|({special})?{word}A", text):
+        token = match[1] or match[2] or ""  # none where the template has changed it, as JSON does
+        pieces += (text[at : match.start()], token)
+        length += match.start() - at + len(token)
+        if token:
+            plain.append((length - len(token), length))
+        at = match.end()
     return WrittenText("".join((*pieces, text[at:])), tuple(plain))
 
 
