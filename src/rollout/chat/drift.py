@@ -133,9 +133,8 @@ class FullRenderer:
     """Renders conversations with sampled turns in them.
 
     Args:
-        render: What the template makes of a conversation; raises `TemplateError`.
-        encoder: Knows the special tokens.
-        ends: What it puts after a turn.
+        render, encoder: As a `ContinuationRenderer` has them.
+        ends: What the template puts after a turn.
         stops: Spellings of tokens that end a turn.
     """
 

@@ -48,11 +48,7 @@ _STRANGE = tuple("\x00\x1b\u200b\u200d\ufeff\ufffd\uffff\U0010ffff\u0338")
 def make_plain_codec(backend: Any, specials: Iterable[str]) -> tuple[Encode, Decode]:
     """What encodes texts in which none of `specials` is recognised, and what decodes ids.
 
-    All other added tokens are recognised.
-
-    Args:
-        backend: A `tokenizers.Tokenizer`, to be left as it is.
-        specials: Added tokens of it.
+    All other added tokens are recognised. `backend` is a `tokenizers.Tokenizer`.
     """
     plain = copy_tokenizer(backend)
     plain.add_special_tokens(list(specials))  # known already: they become special, ids stay
@@ -133,10 +129,6 @@ def _agree(fast: Encode, decode: Decode, backend: Any) -> bool:
     """Whether both encode the texts of the self-test alike, and decode their ids alike.
 
     The last token is also left out, so that ids may end within a character.
-
-    Args:
-        fast, decode: What is tried.
-        backend: The `tokenizers.Tokenizer` whose vocabulary is tried.
     """
     exact = make_encoder(backend)
     for text in itertools.chain(_list_texts(), _join_vocabulary(backend)):

@@ -234,12 +234,6 @@ def render_escaped(
     removed in the text. Of an assistant's message, tags like ``<think>`` are left to the template
     and the tokenizer: templates look for them.
 
-    Args:
-        render: Renders messages and tools.
-        encoder: Knows what looks like a special token.
-        messages, tools: What is rendered.
-        max_tokens: Tokens that there is room for; None for any number.
-
     Raises:
         TemplateError: The template refuses the messages.
         TooManyTokens: The text certainly has more than `max_tokens`.

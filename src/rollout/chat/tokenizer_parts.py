@@ -35,9 +35,7 @@ def read_parts(part: Any) -> list[Mapping[str, Any]]:
 def spell_token(backend: Any, token_id: int) -> bytes:
     """The bytes that one token adds to a text, which may be a part of a character.
 
-    Args:
-        backend: A `tokenizers.Tokenizer`.
-        token_id: Of the token; one that no token has adds nothing.
+    An id that no token has adds nothing. `backend` is a `tokenizers.Tokenizer`.
     """
     name: str = backend.id_to_token(token_id) or ""
     if {part["type"] for part in read_parts(backend.decoder)} <= {"Sequence", "ByteLevel"}:
@@ -55,9 +53,6 @@ def copy_tokenizer(backend: Any) -> Any:
     """A tokenizer with the same tokens, which neither cuts nor pads; it shares the vocabulary.
 
     Others may set truncation or padding, or add tokens, on theirs.
-
-    Args:
-        backend: A `tokenizers.Tokenizer`, to be left as it is.
     """
     own = type(backend)(backend.model)  # the model itself: a copy of one takes up to a second
     for part in ("normalizer", "pre_tokenizer", "decoder"):
