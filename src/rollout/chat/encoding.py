@@ -15,6 +15,7 @@ import threading
 import weakref
 from array import array
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +23,17 @@ import msgspec
 
 from rollout.chat.fast_encoding import make_encoder, make_plain_codec
 from rollout.chat.reasoning import END_THINK, THINK
-from rollout.chat.tokenizer_parts import can_be_split, copy_tokenizer, longest_token, match_any
+from rollout.chat.tokenizer_parts import (
+    can_be_split,
+    copy_tokenizer,
+    longest_token,
+    make_plain_tokenizer,
+    match_any,
+)
 from rollout.errors import TemplateError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from transformers import PreTrainedTokenizerBase
 
@@ -34,6 +41,9 @@ if TYPE_CHECKING:
 
 #: Where text must be kept from being read as special tokens: ``[start, stop)``.
 Place = tuple[int, int]
+
+#: Ids of the texts around special tokens, with those tokens between.
+MarkedEncode = Callable[[Sequence[str]], "array[int]"]
 
 #: Bytes of pieces, texts and ids together, that an encoder remembers, and of one piece at most.
 _REMEMBERED, _LARGEST_PIECE = 32 << 20, 1 << 20
@@ -98,7 +108,7 @@ class TextEncoder:
         self.added = len(tokens)
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._encode_whole: Encode | None = None
-        self._marks: _TemplateMarks | None = None
+        self._encode_marked: MarkedEncode | None = None
         if self._backend is None:
             self._decode: Decode = lambda ids: str(
                 tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -109,7 +119,7 @@ class TextEncoder:
             encode, self._decode = make_plain_codec(self._backend, self.specials)
             if not can_be_split(self._backend):
                 self._encode_whole = make_encoder(copy_tokenizer(self._backend))
-                self._marks = _TemplateMarks(self._backend, self.specials)
+                self._encode_marked = _make_marked_encoder(self._backend, self.specials)
         self._piece_ids = _PieceMemory(encode)
 
     def encode(self, written: WrittenText | str, max_tokens: int | None = None) -> array[int]:
@@ -129,8 +139,8 @@ class TextEncoder:
         if self._encode_whole is not None and not written.plain:
             return array("i", self._encode_whole(written.text))
         parts = self.split(written)
-        if self._marks is not None and _BOUNDARY not in written.text:
-            return self._marks.encode(parts)
+        if self._encode_marked is not None and _BOUNDARY not in written.text:
+            return self._encode_marked(parts)
         ids: array[int] = array("i")
         for at, part in enumerate(parts):
             if at % 2:
@@ -199,44 +209,30 @@ def _measure(piece: str, ids: bytes) -> int:
     return sys.getsizeof(piece) + sys.getsizeof(ids) + _ENTRY
 
 
-class _TemplateMarks:
-    """Encodes whole texts in which a mark of our own stands for each special token.
+def _make_marked_encoder(backend: Any, specials: Mapping[str, int]) -> MarkedEncode:
+    """Encodes texts with special tokens between them as one, in which marks stand for the tokens.
 
     Its tokenizer reads every special token of the vocabulary as text. A mark takes the white space
     around it as its special token does.
     """
+    from tokenizers import AddedToken
 
-    def __init__(self, backend: Any, specials: Mapping[str, int]) -> None:
-        from tokenizers import AddedToken
-
-        own = copy_tokenizer(backend)
-        own.add_special_tokens(list(specials))  # known already: they become special, ids stay
-        own.encode_special_tokens = True
-        tokens = backend.get_added_tokens_decoder()
+    own, tokens = make_plain_tokenizer(backend, specials), backend.get_added_tokens_decoder()
+    marks = {name: f"{_BOUNDARY}{name}{_BOUNDARY}" for name in specials}
+    for name, mark in marks.items():
+        token = tokens[specials[name]]
         own.add_tokens(
-            [
-                AddedToken(
-                    f"{_BOUNDARY}{name}{_BOUNDARY}",
-                    lstrip=tokens[token_id].lstrip,
-                    rstrip=tokens[token_id].rstrip,
-                    normalized=False,
-                )
-                for name, token_id in specials.items()
-            ]
+            [AddedToken(mark, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False)]
         )
-        self._specials = {
-            own.token_to_id(f"{_BOUNDARY}{name}{_BOUNDARY}"): token_id
-            for name, token_id in specials.items()
-        }
-        self._encode = make_encoder(own)
+    special_ids = {own.token_to_id(mark): specials[name] for name, mark in marks.items()}
+    encode_text = make_encoder(own)
 
-    def encode(self, parts: Sequence[str]) -> array[int]:
-        """The ids of texts with special tokens between them."""
-        marked = "".join(
-            f"{_BOUNDARY}{part}{_BOUNDARY}" if at % 2 else part for at, part in enumerate(parts)
-        )
-        ids = array("i", self._encode(marked))
-        return array("i", [self._specials.get(token_id, token_id) for token_id in ids])
+    def encode(parts: Sequence[str]) -> array[int]:
+        text = "".join(marks[part] if at % 2 else part for at, part in enumerate(parts))
+        ids = array("i", encode_text(text))
+        return array("i", [special_ids.get(token_id, token_id) for token_id in ids])
+
+    return encode
 
 
 #: Encoders are heavy, and several templates may share a tokenizer.

@@ -111,9 +111,9 @@ def _write_message(message: Message) -> TemplateMessage:
 def _read_message(where: str, message: object) -> Message:
     fields: Mapping[Any, Any]
     if isinstance(message, Message):
-        is_text = type(message.content) is str and type(message.extra) is dict
+        kinds = map(type, (message.content, message.tool_calls, message.extra, message.fields))
         more = message.tool_calls or message.fields or message.parts
-        if is_text and not more and message.role in ROLES:
+        if tuple(kinds) == (str, tuple, dict, dict) and not more and message.role in ROLES:
             return message  # as those of users and tools mostly are
         own = {name: getattr(message, name) for name in _KNOWN}
         fields = {**own, "content": message.parts or message.content, **message.fields}
