@@ -73,7 +73,7 @@ def collate(
     processor: MediaProcessor | None = None,
     position_rows: int = 3,
 ) -> RolloutBatch:
-    """One row of tensors for each segment, in the order given; shapes as in `RolloutBatch`.
+    """One row of tensors for each segment, in their order; shapes as in `RolloutBatch`.
 
     Segments of one trajectory are adjacent, in their order. One without tokens becomes a row of
     padding with attention 0 (packed: of length 0). Tokens observed after the last generated one
@@ -82,13 +82,13 @@ def collate(
 
     Args:
         trajectories: With B segments.
-        lengths: The most tokens of a prompt and of a response; P and R unless `trim` is given.
+        lengths: The most tokens of a prompt and of a response; P and R without `trim`.
         pad_token_id: Fills padded positions of ids.
         layout: "padded" for rectangles, "packed" for jagged nested tensors without padding.
         trim: True makes P and R those of the longest prompt and the longest response; a number
             makes each the next multiple of it that has room for those, which may be more than
             `lengths` by less than the number. Nothing changes for "packed", which has no padding.
-        decode: Ids to text, kept for `RolloutBatch.save`.
+        decode: Ids to text, for `RolloutBatch.save`.
         extra_metrics: Added to the metrics, e.g. the event loop's lag.
         processor: The model's, where it reads images or videos: `multi_modal_inputs` and the
             positions of M-RoPE families come from it.

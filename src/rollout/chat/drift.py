@@ -1,4 +1,4 @@
-"""How a transcript's text differs from its whole conversation rendered again.
+"""How a transcript's text differs from its conversation rendered again.
 
 Each turn of the model is rendered as a word of ours, and what the template makes of that word is
 replaced by the text that the model sampled. So a difference tells where the template treats the
@@ -87,7 +87,7 @@ def compare(
     spelling = match_any(specials)
     texts = (transcript, rendering)
     at = common_length(transcript, rendering)
-    for text in texts:  # a special token is shown whole
+    for text in texts:  # a special token is shown in full
         tokens = spelling.finditer(text, max(0, at - WINDOW), at + WINDOW)
         at = next((token.start() for token in tokens if token.start() < at < token.end()), at)
     pieces = re.compile(rf"(?:{spelling.pattern})|\w+|\s+|.")
@@ -153,7 +153,7 @@ class FullRenderer:
     def render(
         self,
         messages: Sequence[TemplateMessage],
-        said: Mapping[int, str],
+        turns: Mapping[int, str],
         tools: Tools,
         *,
         with_calls: bool,
@@ -161,8 +161,8 @@ class FullRenderer:
         """Render the conversation, with the sampled texts in it, up to where its transcript ends.
 
         Args:
-            messages: All of them, those that the model said included.
-            said: What the model sampled, by position in `messages`.
+            messages: All of them, those of the model included.
+            turns: What the model sampled, by position in `messages`.
             tools: As the prompt was rendered with.
             with_calls: Whether turns that tools answered call them: some templates ask for that.
 
@@ -173,17 +173,17 @@ class FullRenderer:
         Raises:
             TemplateError: The template refuses the conversation.
         """
-        is_open = len(messages) - 1 not in said
+        is_open = len(messages) - 1 not in turns
         marked = list(messages)
-        for at in said:
+        for at in turns:
             calls = list_answered_calls(messages[at + 1 :]) if with_calls else []
             marked[at] = {"role": "assistant", "content": _word("Turn", at)}
             if calls:  # beside calls, some leave out the content
                 calls[0]["function"]["arguments"] = {"turn": _word("Turn", at)}
                 marked[at] |= {"content": "", "tool_calls": calls}
         text = self._render(marked, is_open, tools)
-        dropped = self._find_dropped(marked, said, is_open, tools)
-        for at, sampled in said.items():
+        dropped = self._find_dropped(marked, turns, is_open, tools)
+        for at, sampled in turns.items():
             body = self._find_body(marked[at], at)
             found = body if text.count(body) == 1 else _word("Turn", at)
             before, mark, after = text.partition(found)
@@ -216,12 +216,12 @@ class FullRenderer:
     def _find_dropped(
         self,
         marked: Sequence[TemplateMessage],
-        said: Mapping[int, str],
+        turns: Mapping[int, str],
         is_open: bool,
         tools: Tools,
     ) -> set[int]:
         """The turns whose reasoning the template leaves out."""
-        reasoned = [at for at, sampled in said.items() if END_THINK in sampled]
+        reasoned = [at for at, sampled in turns.items() if END_THINK in sampled]
         probed = list(marked)
         for at in reasoned:
             thought = f"{THINK}\n{_word('Reason', at)}\n{END_THINK}\n\n{_word('Kept', at)}"

@@ -296,8 +296,9 @@ def with_results_as_user(messages: Iterable[TemplateMessage]) -> list[TemplateMe
     is_open = False  # whether the last message is made of results
     for message in messages:
         is_result = message["role"] == "tool"
-        said = message["content"]
-        content = join_contents("```tool_output\n", said, "\n```") if is_result else said
+        content = message["content"]
+        if is_result:
+            content = join_contents("```tool_output\n", content, "\n```")
         if is_open and message["role"] in ("tool", "user"):
             content = join_contents(converted[-1]["content"], "\n", content)
             converted[-1] = {"role": "user", "content": content}

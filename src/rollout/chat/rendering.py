@@ -171,7 +171,7 @@ class TemplateRenderer:
         """The template as transformers compiles it; None where the tokenizer has a way of its own.
 
         Called directly it takes a third of the time of `apply_chat_template`, which first makes
-        plain values of all that it is given: ours are, as a rule. Its globals are copied at every
+        plain values of all its arguments: ours are, as a rule. Its globals are copied at every
         call: from one dict, not from jinja's chain of them, which takes longer than most renders.
         """
         from transformers import PreTrainedTokenizerBase
