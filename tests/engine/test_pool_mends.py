@@ -84,6 +84,31 @@ async def test_sleep_fails_and_the_wake_up_hangs_requests_go_on(rollout_clock: A
             assert await ask(pool, 100, 3) == [101, 102, 103]
 
 
+class FlushesIdle(CountingCore):
+    """Forgets prefixes once no request runs, as SGLang does."""
+
+    async def flush_cache(self) -> None:
+        while self.load().running:
+            await anyio.sleep(0.5)
+
+
+async def test_flush_cache_under_load_requests_are_cut_off_and_go_on(rollout_clock: Any) -> None:
+    async with pool_of("test_pool_mends:FlushesIdle", token_s=1.0).serving() as pool:
+        answers: list[list[int]] = []
+
+        async def keep_asking(last: int) -> None:
+            answers.extend([await ask(pool, last, 6) for _ in range(3)])
+
+        async with anyio.create_task_group() as tasks:
+            for last in (100, 200):
+                tasks.start_soon(keep_asking, last)
+                await anyio.sleep(3)  # never idle at the same time
+            with anyio.fail_after(2):
+                await pool.flush_cache()
+        assert sorted(answers) == [list(range(101, 107))] * 3 + [list(range(201, 207))] * 3
+        assert pool.statistics()[0].starts == 1
+
+
 class BreaksAwakening(TiredCore):
     """Breaks when it is woken."""
 

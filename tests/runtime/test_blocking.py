@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,26 @@ def test_close_is_idempotent_and_later_calls_say_so() -> None:
     runtime.close()
     with pytest.raises(rollout.RolloutError, match="the runtime is closed"):
         runtime.generate([user("quick")])
+
+
+@asynccontextmanager
+async def open_and_fail_to_close() -> AsyncIterator[rollout.RolloutRuntime]:
+    async with rollout.open_rollout(SCENARIO.config()) as runtime:
+        yield runtime
+    raise OSError("the disk is full")
+
+
+def test_close_that_fails_raises_unless_the_block_has_its_own_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(OSError, match="the disk is full"):
+        with BlockingRollout(open_and_fail_to_close, "trio") as runtime:
+            runtime.generate([user("quick")])
+    with pytest.raises(KeyError, match="mine"):
+        with BlockingRollout(open_and_fail_to_close, "trio"):
+            raise KeyError("mine")
+    assert "the disk is full" in caplog.text
+    assert not [t for t in threading.enumerate() if t.name == "rollout"]
 
 
 def test_close_refuses_later_calls_and_leaves_running_ones_what_they_have() -> None:

@@ -261,8 +261,13 @@ class BlockingRollout:
     def __enter__(self) -> BlockingRollout:
         return self
 
-    def __exit__(self, *_error: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_error: object) -> None:
+        try:
+            self.close()
+        except Exception:
+            if kind is None:
+                raise
+            logger.exception("the runtime's thread failed")  # the block's own error goes first
 
     @property
     def config(self) -> RolloutConfig:
@@ -301,14 +306,12 @@ class BlockingRollout:
 
         Raises:
             RolloutError: It is called on the runtime's own thread, which it would wait for.
+            Exception: What closing the runtime raised.
         """
         self._refuse_thread("close")
         atexit.unregister(self.close)
         with self._closing:  # a second thread returns when the first one has closed it
-            try:
-                self._stack.close()
-            except Exception:
-                logger.exception("the runtime's thread failed")
+            self._stack.close()
 
     def _wait(self, function: Callable[[], Any], *, is_ended: bool = True) -> Any:
         """What a function returns on the loop, awaited there where it can be.

@@ -75,8 +75,11 @@ class MemoryManager:
                 self._resume_requests()
 
     async def flush_cache(self) -> None:
-        """Have every replica forget what it computed of earlier requests."""
-        await self._do_on_each(lambda replica, channel: replica.command(channel, FlushCache()))
+        """Cut running requests off, which then go on, and have every replica forget prefixes.
+
+        SGLang forgets nothing while requests run, and under load some always do.
+        """
+        await self._do_on_each(_flush_cache)
 
     async def bring_up(self, replica: Replica, channel: Channel) -> None:
         """Have a replica that does not serve yet release what the others have released."""
@@ -124,6 +127,10 @@ class MemoryManager:
 async def _sleep(level: int, replica: Replica, channel: Channel) -> None:
     await replica.command(channel, Sleep(level), interrupts=True)
     replica.released |= frozenset(TAGS_OF_LEVEL[level])
+
+
+async def _flush_cache(replica: Replica, channel: Channel) -> None:
+    await replica.command(channel, FlushCache(), interrupts=True)
 
 
 async def _wake(tags: frozenset[str], replica: Replica, channel: Channel) -> None:

@@ -482,7 +482,9 @@ class EnginePool:
             await self._run_alone(partial(self._memory.wake_up, tags))
 
     async def flush_cache(self) -> None:
-        """Every replica forgets what it computed of earlier requests, once none runs there.
+        """Every replica forgets what it computed of earlier requests.
+
+        Those that run are cut off, and then go on from the tokens that they have.
 
         Raises:
             EngineError: An engine could not.

@@ -38,7 +38,7 @@ class _Call(msgspec.Struct):
 
 
 class _Message(msgspec.Struct):
-    role: Annotated[str, reading.one_of("system", "developer", "user", "assistant", "tool")]
+    role: Annotated[str, reading.match_one("system", "developer", "user", "assistant", "tool")]
     content: str | list[reading.Part] | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
@@ -65,7 +65,7 @@ class _Body(reading.OpenAIBody):
     n: reading.Samples | None = None
     logprobs: bool | None = None
     response_format: Any = None
-    modalities: list[Annotated[str, reading.one_of("text")]] | None = None
+    modalities: list[Annotated[str, reading.match_one("text")]] | None = None
 
 
 _DECODER = msgspec.json.Decoder(_Body)

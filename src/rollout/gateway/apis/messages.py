@@ -61,7 +61,7 @@ class _Block(reading.Part):
 
 
 class _Message(msgspec.Struct):
-    role: Annotated[str, reading.one_of("user", "assistant", "system")]
+    role: Annotated[str, reading.match_one("user", "assistant", "system")]
     content: str | list[_Block]
 
 
@@ -73,7 +73,7 @@ class _Tool(msgspec.Struct):
 
 
 class _ToolChoice(msgspec.Struct):
-    type: Annotated[str, reading.one_of("auto", "any", "tool", "none")] = "auto"
+    type: Annotated[str, reading.match_one("auto", "any", "tool", "none")] = "auto"
     disable_parallel_tool_use: bool | None = None
 
 

@@ -55,8 +55,8 @@ _TEXTS = ("text", "input_text", "output_text", "summary_text", "refusal")
 _FREE = (None, "text", "auto", "none")
 
 
-def one_of(*names: str) -> msgspec.Meta:
-    """Of a string that is one of these; the error of another one lists them.
+def match_one(*names: str) -> msgspec.Meta:
+    """Match strings that are one of these; the error of another one lists them.
 
     Not for a field that may hold a dict or list too: msgspec 0.22 frees the pattern as if it were a
     type, and Python ends in a segmentation fault.
@@ -343,7 +343,7 @@ class OpenAIBody(Body):
     top_logprobs: TopLogProbs | None = None
 
     def __post_init__(self) -> None:
-        # A dict may stand there too: no `one_of`.
+        # A dict may stand there too: no `match_one`.
         if isinstance(self.tool_choice, str) and self.tool_choice not in _TOOL_CHOICES:
             refuse("tool_choice", f"expected one of {', '.join(_TOOL_CHOICES)}")
 

@@ -25,7 +25,9 @@ class Item(msgspec.Struct):
     """What may stand in `input`."""
 
     type: str = "message"
-    role: Annotated[str, reading.one_of("system", "developer", "user", "assistant")] | None = None
+    role: Annotated[str, reading.match_one("system", "developer", "user", "assistant")] | None = (
+        None
+    )
     content: str | list[reading.Part] | None = None
     summary: list[reading.Part] | None = None
     encrypted_content: str | None = None
