@@ -246,13 +246,18 @@ def render_escaped(
     while word in text:
         word += "a"
 
+    spelled: list[str] = []
+
     def mark(text: str, left_out: Container[str] = ()) -> str:
         end = len(text.rstrip())  # templates look for tokens at the start or end of a content
 
         def add_word(match: re.Match[str]) -> str:
-            if match[0] in left_out:
-                return match[0]
-            return f"{word}B{match[0]}" if match.end() >= end else f"{match[0]}{word}A"
+            token, number = match[0], len(spelled)
+            if token in left_out:
+                return token
+            spelled.append(token)
+            is_last = match.end() >= end
+            return f"{word}{number}B{token}" if is_last else f"{token}{word}{number}A"
 
         return encoder.pattern.sub(add_word, text)
 
@@ -261,20 +266,24 @@ def render_escaped(
         for each in messages
     ]
     offered = None if tools is None else map_texts(list(tools), mark)
-    return _remove_marks(render(marked, offered), word, encoder.pattern.pattern)
+    return _remove_marks(render(marked, offered), word, spelled) if spelled else WrittenText(text)
 
 
-def _remove_marks(text: str, word: str, special: str) -> WrittenText:
-    """The text without the words before ("B") and after ("A") special tokens, which stay plain."""
+def _remove_marks(text: str, word: str, spelled: Sequence[str]) -> WrittenText:
+    """The text without the words before ("B") and after ("A") the tokens, which stay plain.
+
+    A template may have taken a token out, or changed it: what stands there then is not the token.
+    """
     pieces, plain = list[str](), list[Place]()
     at = length = 0
-    for match in re.finditer(f"{word}B({special})?|({special})?{word}A", text):
-        token = match[1] or match[2] or ""  # none where the template has changed it, as JSON does
-        pieces += (text[at : match.start()], token)
-        length += match.start() - at + len(token)
-        if token:
+    for match in re.finditer(f"{word}([0-9]+)([AB])", text):
+        before, at, token = text[at : match.start()], match.end(), spelled[int(match[1])]
+        pieces.append(before)
+        length += len(before)
+        if match[2] == "B" and text.startswith(token, at):
+            plain.append((length, length + len(token)))
+        elif match[2] == "A" and before.endswith(token):
             plain.append((length - len(token), length))
-        at = match.end()
     return WrittenText("".join((*pieces, text[at:])), tuple(plain))
 
 
