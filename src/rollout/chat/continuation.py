@@ -101,12 +101,13 @@ class ContinuationRenderer:
             TooManyTokens: They certainly have more than `max_tokens`.
         """
         key = tuple([(message["role"], *sorted(message)) for message in messages])
-        if key not in self._patterns:
+        pattern = self._patterns.get(key)
+        if pattern is None:
             if len(self._patterns) >= _PATTERNS:
                 self._patterns.clear()
             answer, opening = self._find_answer(messages)
-            self._patterns[key] = answer, opening, opens_reasoning(opening)
-        answer, opening, opens = self._patterns[key]
+            pattern = self._patterns[key] = answer, opening, opens_reasoning(opening)
+        answer, opening, opens = pattern
         turn_end = ""
 
         def render(marked: Sequence[TemplateMessage], _: object) -> str:

@@ -111,9 +111,9 @@ def _write_message(message: Message) -> TemplateMessage:
 def _read_message(where: str, message: object) -> Message:
     fields: Mapping[Any, Any]
     if isinstance(message, Message):
-        kinds = map(type, (message.content, message.tool_calls, message.extra, message.fields))
-        more = message.tool_calls or message.fields or message.parts
-        if tuple(kinds) == (str, tuple, dict, dict) and not more and message.role in ROLES:
+        is_text = type(message.content) is str and message.role in ROLES
+        is_plain = type(message.tool_calls) is tuple and type(message.extra) is dict
+        if is_text and is_plain and not (message.tool_calls or message.fields or message.parts):
             return message  # as those of users and tools mostly are
         own = {name: getattr(message, name) for name in _KNOWN}
         fields = {**own, "content": message.parts or message.content, **message.fields}
@@ -332,6 +332,8 @@ def as_parts(content: str | Iterable[Any]) -> list[Any]:
 
 def _is_sequence(value: object) -> TypeGuard[Iterable[Any]]:
     """Whether `value` has items in order: also an array, as data sets hold them."""
+    if type(value) in (list, tuple):  # as a rule, and the others take longer
+        return True
     return isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
 
 
