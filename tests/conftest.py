@@ -61,7 +61,6 @@ ALONE = {
             "test_template_looks.py",
             "test_template_properties.py",
             "test_text_encoding.py",
-            "test_token_text.py",
             "test_tokenization_check.py",
         ),
         "vocabularies",

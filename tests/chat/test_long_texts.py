@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Tokenizer, models, normalizers
 
 import rollout
 from chat_material import VOCABULARIES, chat, tokenizer
@@ -26,7 +25,7 @@ from rollout.chat.fast_encoding import LONG
 from rollout.chat.tokenizer_parts import COMPOSED, longest_token
 from rollout.config import AgentConfig, LengthsConfig
 from rollout.interactions import ScriptedUser
-from rollout.testing import Scenario, encode_text, simulated_tokenizer
+from rollout.testing import Scenario, encode_text
 from rollout.types import Message
 
 if TYPE_CHECKING:
@@ -42,12 +41,12 @@ each_vocabulary = pytest.mark.parametrize(
     ],
 )
 
-#: Where a bound could be wrong: runs that vocabularies have as one token, characters that compose,
-#: that lack bytes in a vocabulary, that tokenizers look for.
+#: Where a bound could be wrong: runs that vocabularies have as one token, characters that compose
+#: or lack bytes in a vocabulary, and what tokenizers look for.
 AWKWARD = st.sampled_from(
     [
         *(" ", "\n", "\t", "-", "=", "a", "é", "e\u0301", "\u1f82", "\u0390", "\u0958", "한", "🙂"),
-        *("\x04", "\x1d", "漢", "<|im_end|>", "<think>", "\u2029", "1", "\U000fffff", "\u0301"),
+        *("漢", "<|im_end|>", "<think>", "\u2029", "1", "\U000fffff", "\u0301"),
     ]
 )
 LONG_RUNS = st.lists(st.tuples(AWKWARD, st.integers(1, 300)), max_size=8).map(
@@ -60,10 +59,9 @@ def whole(vocabulary: str) -> TextEncoder:
 
 
 @each_vocabulary
-@given(text=LONG_RUNS | st.text(max_size=300))
+@given(text=LONG_RUNS | st.text(st.characters(exclude_categories=["Cc", "Cs"]), max_size=300))
 @settings(deadline=None, max_examples=8)
 def test_token_bound_any_text_has_at_least_so_many_tokens(vocabulary: str, text: str) -> None:
-    text = text.encode("utf-8", "ignore").decode()
     encoder = whole(vocabulary)
     for written in (WrittenText(text), WrittenText(text, ((0, len(text)),))):
         ids = encoder.encode(written)
@@ -93,38 +91,13 @@ def _bpe(**options: Any) -> Tokenizer:
     return Tokenizer(models.BPE({**letters, "abcd": 6}, [], **options))
 
 
-def _made(
-    backend: Tokenizer, normalizer: Any = None, divider: Any = None, **added: bool
-) -> tuple[int, str] | None:
-    if normalizer is not None:
-        backend.normalizer = normalizer
-    if divider is not None:
-        backend.pre_tokenizer = divider
-    if added:
-        backend.add_special_tokens([AddedToken("<x>", **added)])
-    return longest_token(backend)
-
-
-def test_token_bound_tokenizer_that_may_swallow_text_has_none() -> None:
-    unknown = {"unk_token": "?"}
-    assert _made(_bpe(**unknown)) == (4, "")
-    assert _made(_bpe()) is None  # drops what it does not know
-    assert _made(_bpe(**unknown, fuse_unk=True)) is None
-    assert _made(Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))) is None
-    assert _made(Tokenizer(models.WordPiece({"?": 0}, unk_token="?"))) is None
-    removed = pre_tokenizers.Split(Regex("a"), behavior="removed")
-    assert _made(_bpe(**unknown), divider=removed) is None
-    assert _made(_bpe(**unknown), divider=pre_tokenizers.Whitespace()) is None
-    assert _made(_bpe(**unknown), normalizers.Replace(Regex("a+"), "a")) is None
-    assert _made(_bpe(**unknown), normalizers.Replace("a", "")) is None
-    assert _made(_bpe(**unknown), normalizers.Replace("dd", "d")) == (8, "")
-    assert _made(_bpe(**unknown), normalizers.NFC()) == (16, "")
-    for bound in (
-        _made(_bpe(**unknown), normalizers.Strip()),
-        _made(_bpe(**unknown), rstrip=True),
-    ):
-        assert bound is not None
-        assert {" ", "\n", "\u2003"} < set(bound[1])
+def test_token_bound_tokenizer_that_makes_one_token_of_unknown_text_has_none() -> None:
+    normalized = _bpe(unk_token="?")
+    normalized.normalizer = normalizers.NFC()
+    assert longest_token(_bpe(unk_token="?")) == longest_token(_bpe()) == 4
+    assert longest_token(normalized) == 4 * COMPOSED
+    assert longest_token(_bpe(unk_token="?", fuse_unk=True)) is None
+    assert longest_token(Tokenizer(models.WordPiece({"?": 0}, unk_token="?"))) is None
 
 
 @pytest.mark.parametrize("vocabulary", ["smollm2", "qwen"])
@@ -158,13 +131,6 @@ def test_prompt_ids_tools_without_bound_are_refused() -> None:
         chat("qwen", "qwen3").prompt_ids(
             [{"role": "user", "content": "q"}], schemas, max_tokens=1024
         )
-
-
-def test_special_token_that_takes_white_space_leaves_white_space_uncounted() -> None:
-    backend = simulated_tokenizer().backend_tokenizer
-    backend.add_special_tokens([AddedToken("<|user|>", rstrip=True)])
-    encoder = TextEncoder(PreTrainedTokenizerFast(tokenizer_object=backend))
-    assert len(encoder.encode("<|user|>" + "\n" * 10**6 + "x", 2)) == 2
 
 
 # What trajectories do with them

@@ -141,6 +141,17 @@ def test_ends_of_a_turn_that_an_assistant_spells_in_a_prompt_stay_text() -> None
     assert ids.count(template.encoder.specials["<end_of_turn>"]) == 3
 
 
+def test_token_that_a_template_takes_out_leaves_the_tokens_of_the_template() -> None:
+    body = "{{ '<|im_start|>' ~ message.content.replace('</s>', '') }}"
+    template = ChatTemplate(tokenizer("qwen"), chat_template=HEAD + body + TAIL)
+    messages = [{"role": "user", "content": "</s>a<|im_end|>b</s>"}]
+    ids = template.prompt_ids(messages).tolist()
+    assert template.decode(ids).count("<|im_start|>a<|im_end|>b<|im_end|>") == 1
+    specials = template.encoder.specials
+    assert ids.count(specials["<|im_start|>"]) == 3
+    assert ids.count(specials["<|im_end|>"]) == 1
+
+
 NAMES = {
     "trimmed": ("{{ message.name|trim }}: {{ message.content|trim }}", {"name": " Ann "}),
     "in JSON": (

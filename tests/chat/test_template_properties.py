@@ -44,18 +44,6 @@ TOOLS = [
     }
 ]
 PLAIN = st.lists(PIECES, min_size=1, max_size=8).map("".join)
-#: What is divided by its blanks and written without the template, with look-alikes between.
-ASCII = st.lists(
-    st.one_of(
-        st.sampled_from(
-            ["the", " weather", " in 12", "x", " ", "  ", "\n", " \n", "it's", "<", "|>"]
-        ),
-        st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=6),
-        st.sampled_from([name for name in LOOK_ALIKES if name.isascii()]),
-    ),
-    min_size=1,
-    max_size=8,
-).map("".join)
 SETTINGS = settings(suppress_health_check=list(HealthCheck), deadline=None)
 #: Contents of an assistant in prompts and turns, which some formats trim or search.
 WORDS = st.lists(st.sampled_from(["It", " is", " 12", " °C", ".", " 漢字"]), min_size=1).map(
@@ -246,19 +234,6 @@ def test_template_prompt_with_spelled_tokens_keeps_them_text(
     @given(FAMILY, conversations(HOSTILE))
     def check(family: str, messages: list[Message]) -> None:
         check_prompt(vocabulary, family, messages)
-
-    check()
-
-
-@FORMATS
-def test_template_ascii_prompt_and_observation_have_the_ids_of_transformers(
-    vocabulary: str, examples: int
-) -> None:
-    @settings(SETTINGS, max_examples=examples)
-    @given(FAMILY, conversations(ASCII), observations(ASCII))
-    def check(family: str, messages: list[Message], others: list[Message]) -> None:
-        check_prompt(vocabulary, family, messages)
-        check_observation(vocabulary, family, others)
 
     check()
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from chat_material import VOCABULARIES, tokenizer
+from chat_material import VOCABULARIES, chat, tokenizer
 from rollout.chat import ChatTemplate, fast_encoding
 from rollout.chat.encoding import TextEncoder, WrittenText, get_encoder
-from rollout.chat.fast_encoding import LONG, make_encoder, make_plain_codec
-from rollout.chat.tokenizer_parts import copy_tokenizer
+from rollout.chat.fast_encoding import LONG, make_plain_codec
+from rollout.chat.tokenizer_parts import copy_tokenizer, spell_token
 from rollout.errors import TemplateError
 from rollout.testing import simulated_tokenizer
 
@@ -62,8 +62,8 @@ def test_encode_any_text_gives_the_ids_of_the_library(vocabulary: str, text: str
 def test_encode_plain_places_hold_no_special_token(vocabulary: str, text: str) -> None:
     encoder = get_encoder(tokenizer(vocabulary))
     head, tail = "<|im_start|>user\n", "<|im_end|>"
-    spelled = encoder.special_token_spellings(text)
-    places = tuple((start + len(head), stop + len(head)) for start, stop in spelled)
+    spelled = encoder.pattern.finditer(text)
+    places = tuple((each.start() + len(head), each.end() + len(head)) for each in spelled)
     ids = encoder.encode(WrittenText(head + text + tail, places)).tolist()
     special = set(encoder.specials.values())
     assert [token for token in ids if token in special] == [ids[0], ids[-1]]
@@ -96,7 +96,7 @@ def test_fastokens_gives_the_ids_of_tokenizers(vocabulary: str) -> None:
     pytest.importorskip("fastokens")
     plain = copy_tokenizer(tokenizer(vocabulary).backend_tokenizer)
     plain.encode_special_tokens = True
-    assert fast_encoding._open_fastokens(plain, make_encoder(plain)) is not None
+    assert fast_encoding._open_fastokens(plain) is not None
 
 
 class OtherTokenizer:
@@ -121,7 +121,7 @@ class OtherTokenizer:
 def library(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A backend, and what is known of others forgotten."""
     monkeypatch.setattr(fast_encoding, "_PROVEN", {})
-    monkeypatch.setattr(fast_encoding, "_REASONS", set())
+    fast_encoding._log_once.cache_clear()
     return simulated_tokenizer().backend_tokenizer
 
 
@@ -274,3 +274,43 @@ def test_prompt_ids_of_prompts_with_one_head_encode_it_once(
         assert template.decode(ids).count("Be brief. ") == 20
     assert sum("Be brief" in text for text in encoded) == 1
     assert sum("two" in text for text in encoded) == 1
+
+
+# Bytes of one token
+
+
+def spelled() -> Tokenizer:
+    """Words after a mark of their space, and bytes for what has no word."""
+    words = ["▁a", "▁day", "s", "▁", "é", "。"]
+    names = [*words, *(f"<0x{byte:02X}>" for byte in range(256))]
+    made = Tokenizer(models.BPE({name: at for at, name in enumerate(names)}, []))
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return made
+
+
+@pytest.mark.parametrize("vocabulary", ["smollm2", "qwen"])
+def test_spellings_of_parts_of_characters_join_to_the_text(vocabulary: str) -> None:
+    template, text = chat(vocabulary, "chatml"), "漢字 👩‍👩‍👧 so<|im_end|>"
+    spelt = [template.spell_token(each) for each in template.text_ids(text)]
+    assert b"".join(spelt) == text.encode()
+    assert any(b"\xef\xbf\xbd" not in each and not _is_text(each) for each in spelt)
+
+
+def test_bytes_of_a_vocabulary_of_words_are_spelt_as_they_are() -> None:
+    backend = spelled()
+    assert [spell_token(backend, each) for each in (2, 6 + 0xE6, 4)] == [
+        b"s",
+        b"\xe6",
+        "é".encode(),
+    ]
+
+
+def _is_text(spelling: bytes) -> bool:
+    return "\ufffd" not in spelling.decode(errors="replace")

@@ -27,7 +27,7 @@ logger = logging.getLogger("rollout")
 
 #: Added to a standard deviation, so that nothing is divided by 0.
 EPSILON = 1e-6
-#: Functions that have said that a batch has no rewards.
+#: Functions that have logged that a batch has no rewards.
 _hinted: set[str] = set()
 _UNREWARDED = (
     "%s: none of %d rows has a reward, so that every advantage is 0 and nothing is learned. Give "
@@ -151,7 +151,7 @@ class _Counted:
         hint: Names the function that says once where no row has a reward.
 
     Attributes:
-        rewards: (N,) in the type that they were given in.
+        rewards: (N,) in the type that they came in.
         groups: (N,) the number of each one's group, from 0.
         sizes: (G,) how many count in each group.
         rows: (B,) the number of each row's trajectory; N where the row does not count.
@@ -160,17 +160,17 @@ class _Counted:
     def __init__(
         self, rewards: Any, groups: Any, trainable: Any, trajectories: Any, hint: str = ""
     ) -> None:
-        given = {"groups": groups, "trainable": trainable, "trajectories": trajectories}
-        given = {name: value for name, value in given.items() if value is not None}
+        others = {"groups": groups, "trainable": trainable, "trajectories": trajectories}
+        others = {name: value for name, value in others.items() if value is not None}
         if not isinstance(rewards, torch.Tensor) and hasattr(rewards, "tensors"):
-            if given:
-                names = ", ".join(given)
+            if others:
+                names = ", ".join(others)
                 raise ValueError(f"{names}: expected nothing beside a batch, which has them")
-            given, rewards = _read_batch(rewards), rewards.tensors["rewards"]
+            others, rewards = _read_batch(rewards), rewards.tensors["rewards"]
         elif groups is None:
             raise ValueError("groups = None: expected (B,) groups beside rewards that are no batch")
         self._device = torch.as_tensor(rewards).device
-        tensors = _check_tensors({"rewards": rewards, **given})
+        tensors = _check_tensors({"rewards": rewards, **others})
         values = tensors["rewards"]
         if hint and hint not in _hinted and len(values) and bool(values.isnan().all()):
             _hinted.add(hint)
@@ -217,9 +217,9 @@ class _Counted:
         return large
 
 
-def _check_tensors(given: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _check_tensors(values: dict[str, Any]) -> dict[str, torch.Tensor]:
     """On the CPU, whatever torch's default device is; those that were left out too."""
-    tensors = {name: torch.as_tensor(each).detach().cpu() for name, each in given.items()}
+    tensors = {name: torch.as_tensor(each).detach().cpu() for name, each in values.items()}
     rewards = tensors["rewards"]
     count = rewards.numel()
     tensors.setdefault("trainable", rewards.new_ones(count, dtype=torch.bool))

@@ -73,7 +73,7 @@ def collate(
     processor: MediaProcessor | None = None,
     position_rows: int = 3,
 ) -> RolloutBatch:
-    """One row of tensors for each segment, in the order given; shapes as in `RolloutBatch`.
+    """One row of tensors for each segment, in their order; shapes as in `RolloutBatch`.
 
     Segments of one trajectory are adjacent, in their order. One without tokens becomes a row of
     padding with attention 0 (packed: of length 0). Tokens observed after the last generated one
@@ -82,13 +82,13 @@ def collate(
 
     Args:
         trajectories: With B segments.
-        lengths: The most tokens of a prompt and of a response; P and R unless `trim` is given.
+        lengths: The most tokens of a prompt and of a response; P and R without `trim`.
         pad_token_id: Fills padded positions of ids.
         layout: "padded" for rectangles, "packed" for jagged nested tensors without padding.
         trim: True makes P and R those of the longest prompt and the longest response; a number
             makes each the next multiple of it that has room for those, which may be more than
             `lengths` by less than the number. Nothing changes for "packed", which has no padding.
-        decode: Ids to text, kept for `RolloutBatch.save`.
+        decode: Ids to text, for `RolloutBatch.save`.
         extra_metrics: Added to the metrics, e.g. the event loop's lag.
         processor: The model's, where it reads images or videos: `multi_modal_inputs` and the
             positions of M-RoPE families come from it.
@@ -116,11 +116,12 @@ def collate(
     else:
         tensors = _pack_columns(columns)
     rewards = [math.nan if each.reward is None else each.reward for each in samples]
-    trainable, groups = [each.trainable for each in samples], [each.group for each in samples]
-    # On the CPU, whatever torch's default device is.
-    tensors["trainable"] = torch.tensor(trainable, dtype=torch.bool, device="cpu")
-    tensors["rewards"] = torch.tensor(rewards, dtype=torch.float32, device="cpu")
-    tensors["groups"] = torch.tensor(groups, dtype=torch.int64, device="cpu")
+    for key, values, dtype in (
+        ("trainable", [each.trainable for each in samples], torch.bool),
+        ("rewards", rewards, torch.float32),
+        ("groups", [each.group for each in samples], torch.int64),
+    ):  # on the CPU, whatever torch's default device is
+        tensors[key] = torch.tensor(values, dtype=dtype, device="cpu")
     media = [find_media(segment.transcript) for segment in segments]
     return RolloutBatch(
         tensors=TensorDict(tensors, batch_size=[len(rows)]),
@@ -167,11 +168,6 @@ def _read_columns(
     ``weight_versions``, ``token_rewards`` (N,), ``input_ids``, ``attention_mask`` (T,),
     ``position_ids`` (T,), or (T, position_rows) of M-RoPE families, ``routed_experts``
     (T, layers, top_k). Those of token rewards and experts are there only where a row has some.
-
-    Args:
-        segments: One for each row.
-        processor: The model's, where it reads images or videos.
-        position_rows: 3, or 4 with the positions of a text-only row before them.
     """
     shapes = (segment.transcript.expert_shape for segment in segments)
     shape = next((each for each in shapes if each is not None), None)
@@ -212,13 +208,7 @@ def _read_columns(
 def _pad_columns(
     columns: Columns, widths: Sequence[int], pad_token_id: int
 ) -> dict[str, torch.Tensor]:
-    """Make rectangles: prompts padded on the left, responses on the right.
-
-    Args:
-        columns: Of the batch.
-        widths: (P, R).
-        pad_token_id: In padded positions of ids.
-    """
+    """Make rectangles (B, P) and (B, R): prompts padded on the left, responses on the right."""
     prompt, response = widths
     width = {PROMPT: prompt, RESPONSE: response, BOTH: prompt + response}
     starts = [prompt - len(ids) for ids in columns["prompts"]]

@@ -113,11 +113,9 @@ def trajectory_line(trajectory: Trajectory, decode: Decode | None) -> bytes:
     for segment in record.segments:
         if segment.token_rewards is not None:
             segment.token_rewards = array("f", segment.token_rewards).tolist()
-    prompt = trajectory.prompt
-    if prompt is not None:
-        fields = {name: getattr(prompt, name) for name in Prompt.__struct_fields__}
-        fields["messages"] = record_prompt_messages(prompt.messages, trajectory.messages)
-        record.prompt = write(fields, "prompt")
+    if (prompt := trajectory.prompt) is not None:
+        messages = record_prompt_messages(prompt.messages, trajectory.messages)
+        record.prompt = write({**msgspec.structs.asdict(prompt), "messages": messages}, "prompt")
     return encode_json(record)
 
 
@@ -134,10 +132,10 @@ def trajectory_from_line(line: bytes) -> Trajectory:
     for segment in record.segments:
         if segment.token_rewards is not None:
             segment.token_rewards = array("f", map(float, segment.token_rewards)).tobytes()
-    prompt = None if record.prompt is None else Prompt(**record.prompt)
-    if prompt is not None:
-        own = list(map(_read_media, prompt.messages))
-        prompt = msgspec.structs.replace(prompt, messages=own)
+    prompt = None
+    if record.prompt is not None:
+        messages = map(_read_media, record.prompt["messages"])
+        prompt = Prompt(**{**record.prompt, "messages": list(messages)})
     return unpack_trajectory(record, prompt, lambda messages: messages)
 
 
@@ -151,20 +149,18 @@ def _read_media(message: Any) -> Any:
 
 def _write_span(span: Span, decode: Decode | None) -> _SpanLine:
     ids = array("i", span.ids).tolist()
-    line = _SpanLine(
+    width, top_ids, top_log_probs = span.top or (0, b"", b"")
+    likely: Any = np.frombuffer(top_log_probs, np.float32).reshape(-1, width or 1).tolist()
+    return _SpanLine(
         kind=span.kind,
         ids=ids,
         text=None if decode is None else decode(ids),
         log_probs=array("f", span.log_probs).tolist(),
         versions=list(span.versions),
         finish_reason=span.finish_reason,
+        top_ids=np.frombuffer(top_ids, np.int32).reshape(-1, width or 1).tolist(),
+        top_log_probs=likely,
     )
-    if span.top is not None:
-        width, top_ids, top_log_probs = span.top
-        line.top_ids = np.frombuffer(top_ids, np.int32).reshape(-1, width).tolist()
-        floats: Any = np.frombuffer(top_log_probs, np.float32).reshape(-1, width).tolist()
-        line.top_log_probs = floats
-    return line
 
 
 def _read_spans(lines: Sequence[_SpanLine]) -> list[Span]:

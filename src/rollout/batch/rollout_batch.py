@@ -1,4 +1,4 @@
-"""What a trainer gets: tensors, one record for each row, and figures about the whole."""
+"""What a trainer gets: tensors, one record for each row, and figures about all of them."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
             has several rows stands here once.
         decode: Ids to text; `save` then writes the text of every span.
         events_path: Where the events of its run are written, `observe.path`; None: nowhere.
-        tokenizer: Which one wrote it, kept by `save` and given back by `load`; None: not known.
+        tokenizer: Which one wrote it, written by `save` and read by `load`; None: not known.
         number: Its call's among those of the run, from 0, in these events; None: not known.
         multi_modal_inputs: Of each row a dict of the tensors that its images and videos become,
-            made when it is asked for; see `MultiModalInputs`.
+            made when it is read; see `MultiModalInputs`.
     """
 
     tensors: TensorDict
@@ -86,7 +86,7 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
         refuses, never a mixture. ``docs/batch.md`` names them.
 
         Values of `extra` and prompts become what JSON makes of them (a tuple a list, an array
-        nested lists); one that JSON cannot hold is kept as its ``repr`` and logged.
+        nested lists); one that JSON cannot hold becomes its ``repr`` and logged.
 
         Args:
             directory: Made where it is not there; may hold other files, or this batch already.

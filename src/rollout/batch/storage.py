@@ -88,15 +88,16 @@ class BatchTokenizer(msgspec.Struct, kw_only=True, dict=True):
             ) from error
 
 
-def _make_decodable(trajectories: Iterable[Trajectory], tokenizer: BatchTokenizer) -> None:
+def _make_decodable(trajectories: Iterable[Trajectory], tokenizer: BatchTokenizer | None) -> None:
     """Let loaded trajectories be printed with their tokens."""
+    if tokenizer is None:
+        return
     for trajectory in trajectories:
         before = trajectory.messages
-        messages = Messages(list(before), tokenizer.decode)
-        trajectory.messages = messages
+        trajectory.messages = Messages(list(before), tokenizer.decode)
         for segment in trajectory.segments:
             if segment.messages is before:
-                segment.messages = messages
+                segment.messages = trajectory.messages
 
 
 class _File(msgspec.Struct, kw_only=True):
@@ -139,7 +140,7 @@ def write_batch(directory: Path, batch: Any, *, overwrite: bool) -> None:
 def _encode_files(batch: Any) -> dict[str, bytes]:
     """The content of each file; that of ``meta.json`` comes last."""
     tensors, jagged = _dump_tensors(batch.tensors)
-    samples, trajectories = map(sample_line, batch.samples), batch.trajectories
+    trajectories = batch.trajectories
     try:
         lines = [trajectory_line(each, batch.decode) for each in trajectories]
     except RolloutError:  # a loaded batch is saved again where its tokenizer is not
@@ -147,21 +148,20 @@ def _encode_files(batch: Any) -> dict[str, bytes]:
     metrics = {name: float(value) for name, value in batch.metrics.items()}
     files = {
         TENSORS: tensors,
-        SAMPLES: b"".join(line + b"\n" for line in samples),
+        SAMPLES: b"".join(sample_line(each) + b"\n" for each in batch.samples),
         TRAJECTORIES: b"".join(line + b"\n" for line in lines),
         METRICS: msgspec.json.format(encode_json(metrics)),
     }
     contents = collect_contents(trajectories)
-    if bare := [
-        each for each in list_trajectory_media(trajectories) if each.digest not in contents
-    ]:
+    media = list_trajectory_media(trajectories)
+    if bare := next((each for each in media if each.digest not in contents), None):
         raise RolloutError(
-            f"the batch lacks the content of {bare[0]!r}, and would not be loaded again; "
+            f"the batch lacks the content of {bare!r}, and would not be loaded again; "
             "RolloutBatch.load has contents, load_trajectories has none"
         )
     if contents:
-        media = {k: torch.frombuffer(bytearray(v), dtype=torch.uint8) for k, v in contents.items()}
-        files[MEDIA], _ = _dump_tensors(media)
+        packed = {k: torch.frombuffer(bytearray(v), dtype=torch.uint8) for k, v in contents.items()}
+        files[MEDIA], _ = _dump_tensors(packed)
     meta = _Meta(
         format=FORMAT,
         rows=len(batch.samples),
@@ -220,24 +220,24 @@ def read_batch(directory: Path, moved_to: str | None = None) -> dict[str, Any]:
     meta = _read_meta(directory / META)
     files = {}
     for name in (*FILES, *({MEDIA} & meta.files.keys())):
-        path, expected = directory / name, meta.files[name]
-        files[name] = _read(path)
-        found = _describe(files[name])
+        files[name] = _read(directory / name)
+        found, expected = _describe(files[name]), meta.files[name]
         if found != expected:
             raise RolloutError(
-                f"{path} is not the file that {META} lists ({found.bytes} bytes, expected "
-                f"{expected.bytes}; or another checksum): it was changed, or a save was cut short"
+                f"{directory / name} is not the file that {META} lists ({found.bytes} bytes, "
+                f"expected {expected.bytes}; or another checksum): it was changed, or a save was "
+                "cut short"
             )
-    path = directory / TRAJECTORIES
-    trajectories = _decode_lines(files[TRAJECTORIES], path, trajectory_from_line)
     media = safetensors.torch.load(files[MEDIA]) if MEDIA in files else {}
     contents = {digest: tensor.numpy().tobytes() for digest, tensor in media.items()}
     known = KnownContents(contents.get, str(directory / MEDIA))
+    tokenizer = meta.tokenizer if moved_to is None else BatchTokenizer(path=moved_to)
+    trajectories = _decode_lines(
+        files[TRAJECTORIES], directory / TRAJECTORIES, trajectory_from_line
+    )
     for trajectory in trajectories:
         restore_media(trajectory, known)
-    tokenizer = meta.tokenizer if moved_to is None else BatchTokenizer(path=moved_to)
-    if tokenizer is not None:
-        _make_decodable(trajectories, tokenizer)
+    _make_decodable(trajectories, tokenizer)
     metrics = _decode(files[METRICS], directory / METRICS, dict[str, float | str])
     return {
         "tokenizer": tokenizer,
@@ -256,8 +256,7 @@ def read_trajectories(path: Path) -> list[Trajectory]:
         RolloutError: The file cannot be read, or a line describes no trajectory; names it.
     """
     trajectories = _decode_lines(_read(path), path, trajectory_from_line)
-    if (tokenizer := read_tokenizer(path.parent)) is not None:
-        _make_decodable(trajectories, tokenizer)
+    _make_decodable(trajectories, read_tokenizer(path.parent))
     return trajectories
 
 

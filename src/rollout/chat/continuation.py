@@ -11,23 +11,24 @@ keys), on contents of our own. The messages themselves are rendered each time.
 from __future__ import annotations
 
 import itertools
+from array import array
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import msgspec
-
-from rollout.chat.encoding import TAG, WrittenText, render_escaped
+from rollout.chat.encoding import TAG, WrittenText
 from rollout.chat.messages import template_call
 from rollout.chat.reasoning import ends_with_opening, opens_reasoning
+from rollout.chat.rendering import render_escaped
 from rollout.chat.transcript import common_length
 from rollout.errors import TemplateError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from rollout.chat.encoding import Render, TextEncoder
+    from rollout.chat.encoding import TextEncoder
     from rollout.chat.messages import TemplateMessage
+    from rollout.chat.rendering import Render
 
 #: Letters only, so that templates which trim or JSON-encode contents leave them recognisable.
 USER_MARKER = "rolloutUserMarker"
@@ -37,35 +38,23 @@ ASSISTANT_MARKER = "rolloutAnswerMarker"
 Answer = Literal["words", "words and calls", "calls"]
 #: Ends of a turn that some templates never write, or only of turns that call what they know.
 OTHER_ENDS = ("<|eom_id|>",)
+#: Patterns of messages that are remembered: clients of a gateway choose the keys.
+_PATTERNS = 1024
 
 
-class TurnEnds(msgspec.Struct, frozen=True, kw_only=True):
+class TurnEnds(NamedTuple):
     """What a template puts after an assistant's content where nothing follows.
 
     Attributes:
-        said: After a text, e.g. ``<|im_end|>\\n``; empty where only the next turn ends one.
-        called: After tool calls, e.g. ``<|call|>``.
+        text: After a text, e.g. ``<|im_end|>\\n``; empty where only the next turn ends one.
+        calls: After tool calls, e.g. ``<|call|>``.
     """
 
-    said: str
-    called: str
+    text: str
+    calls: str
 
 
-class Pattern(NamedTuple):
-    """How messages of these roles and keys follow an assistant's turn.
-
-    Attributes:
-        answer: What the placeholder assistant says before the messages.
-        opening: What follows the last content: the opening of the next turn.
-        opens_reasoning: Whether that ends inside reasoning.
-    """
-
-    answer: Answer
-    opening: str
-    opens_reasoning: bool
-
-
-class Continuation(msgspec.Struct, frozen=True, kw_only=True):
+class Continuation(NamedTuple):
     """What new messages add after an assistant's turn.
 
     Attributes:
@@ -94,7 +83,7 @@ class ContinuationRenderer:
         self._encoder = encoder
         self._source = source
         self._specials = frozenset(encoder.specials.values())
-        self._patterns: dict[tuple[object, ...], Pattern] = {}
+        self._patterns: dict[tuple[object, ...], tuple[Answer, str, bool]] = {}
         self._calls = lru_cache(maxsize=256)(self._render_calls)
         self._turn_end_ids = lru_cache(maxsize=16)(encoder.encode)
 
@@ -111,28 +100,45 @@ class ContinuationRenderer:
             TemplateError: The template refuses such messages or cannot be used append-only.
             TooManyTokens: They certainly have more than `max_tokens`.
         """
-        answer, opening, opens = self._find_pattern(messages)
+        key = tuple([(message["role"], *sorted(message)) for message in messages])
+        pattern = self._patterns.get(key)
+        if pattern is None:
+            if len(self._patterns) >= _PATTERNS:
+                self._patterns.clear()
+            answer, opening = self._find_answer(messages)
+            pattern = self._patterns[key] = answer, opening, opens_reasoning(opening)
+        answer, opening, opens = pattern
         turn_end = ""
 
-        def render(given: Sequence[TemplateMessage], _: object) -> str:
+        def render(marked: Sequence[TemplateMessage], _: object) -> str:
             nonlocal turn_end
-            text, turn_end = self._render_after(answer, given)
+            text, turn_end = self._render_after(answer, marked)
             return text
 
         written = render_escaped(render, self._encoder, messages, None, max_tokens)
         if not written.text.endswith(opening):
             opens = ends_with_opening(written.text)
-        return Continuation(written=written, turn_end=turn_end, opens_reasoning=opens)
+        return Continuation(written, turn_end, opens)
 
     @cached_property
     def turn_ends(self) -> TurnEnds:
         """What the template puts after an assistant's turn where nothing follows.
 
+        After calls: as a text ends, or else the last special token.
+
         Raises:
             TemplateError: It refuses such a conversation.
         """
-        said = after_answer(self._render(conversation(), False))
-        return TurnEnds(said=said, called=self._call_end(said))
+        end = after_answer(self._render(conversation(), False))
+        result = {"role": "tool", "content": ""}
+        try:
+            calling = self._render(conversation([result], "words and calls")[:2], False)
+        except TemplateError:
+            return TurnEnds(end, end)
+        specials = list(self._encoder.pattern.finditer(calling))
+        if calling.endswith(end) or not specials:
+            return TurnEnds(end, end)
+        return TurnEnds(end, calling[specials[-1].start() :])
 
     def stop_ids(self) -> Iterable[int]:
         """The special tokens that end a turn, in order, or else those that open the turns after."""
@@ -142,9 +148,8 @@ class ContinuationRenderer:
         """The one that ends a turn with calls or without; none where nothing but the next does."""
         if not self._end_tokens:
             return ()
-        return tuple(
-            self._find_specials(self.turn_ends.called if is_call else self.turn_ends.said)[:1]
-        )
+        ends = self.turn_ends
+        return tuple(self._find_specials(ends.calls if is_call else ends.text)[:1])
 
     def past(self, ids: Sequence[int], turn_end: str, after: Sequence[int]) -> int:
         """How many of the first `ids` need not follow `after`, because they end it already.
@@ -152,11 +157,12 @@ class ContinuationRenderer:
         Only a special token tells that a turn is over; text before it (a space, in some
         templates) is then past, and what comes after it may or may not have been sampled.
         """
-        end = self._end_ids(turn_end, ids)
+        end = self._turn_end_ids(turn_end)  # of which `ids` start with a part
+        end = end[: common_length(ids, end)] or array("i", ids[:1])
         special = 0
         while special < len(end) and end[special] not in self._specials:
             special += 1
-        tail = tuple(after[-len(end) :])
+        tail = array("i", after[-len(end) :])
         for stop in range(len(end), special, -1):
             if tail[special - stop :] == end[special:stop]:
                 return stop
@@ -170,8 +176,7 @@ class ContinuationRenderer:
             ends = self.turn_ends
         except TemplateError:  # a template without answers still renders prompts
             return {}
-        texts = (ends.said, ends.called) if ends.said else ()
-        found = [self._find_specials(text)[:1] for text in texts]
+        found = [self._find_specials(text)[:1] for text in ends] if ends.text else []
         known = self._encoder.specials
         others = [known[name] for name in OTHER_ENDS if name in self._source and name in known]
         return dict.fromkeys(itertools.chain(*found, others))
@@ -186,39 +191,22 @@ class ContinuationRenderer:
     def _find_specials(self, text: str) -> list[int]:
         return [token for token in self._encoder.encode(text) if token in self._specials]
 
-    def _end_ids(self, turn_end: str, ids: Sequence[int]) -> tuple[int, ...]:
-        """The ids of `turn_end` as far as `ids` start with them, at least one of them."""
-        end = self._turn_end_ids(turn_end)
-        return tuple(end[: common_length(ids, end)]) or tuple(ids[:1])
-
-    def _call_end(self, said: str) -> str:
-        """What ends a turn that calls a tool: as a text ends, or else its last special token."""
-        result = {"role": "tool", "content": ""}
-        try:
-            calling = self._render(conversation([result], "words and calls")[:2], False)
-        except TemplateError:
-            return said
-        if calling.endswith(said):
-            return said
-        places = self._encoder.special_token_spellings(calling)
-        return calling[places[-1][0] :] if places else said
-
     def _render_after(self, answer: Answer, messages: Sequence[TemplateMessage]) -> tuple[str, str]:
         """The text after the assistant's content, and the turn end that it starts with."""
         ends = self.turn_ends
         exchange = conversation(messages, answer)
-        whole = self._render(exchange, True)
+        text = self._render(exchange, True)
         if answer == "words":
-            after = after_answer(whole)
-            return after, self._find_end(after, ends.said)
-        if ASSISTANT_MARKER in whole:  # what stands before it may change, see `_refuse_rewriting`
+            after = after_answer(text)
+            return after, self._find_end(after, ends.text)
+        if ASSISTANT_MARKER in text:  # what stands before it may change, see `_examine`
             key = [(call["id"], call["function"]["name"]) for call in exchange[1]["tool_calls"]]
-            calling, whole = self._calls(tuple(key)), after_answer(whole)
+            calling, text = self._calls(tuple(key)), after_answer(text)
         else:
             calling = self._render(exchange[:2], False)
-        if not (calling.endswith(ends.called) and whole.startswith(calling)):
+        if not (calling.endswith(ends.calls) and text.startswith(calling)):
             raise unusable("it writes a call in another way once it is answered")
-        return ends.called + whole[len(calling) :], ends.called
+        return ends.calls + text[len(calling) :], ends.calls
 
     def _render_calls(self, calls: tuple[tuple[str, str], ...]) -> str:
         """What the placeholder turn has after its content, where nothing follows these calls."""
@@ -226,90 +214,79 @@ class ContinuationRenderer:
         answer["tool_calls"] = [template_call(call_id, name, {}) for call_id, name in calls]
         return after_answer(self._render([question, answer], False))
 
-    def _find_end(self, after: str, said: str) -> str:
+    def _find_end(self, after: str, end: str) -> str:
         """What of `after` ends the turn: some templates end it otherwise once something follows."""
-        if not said or after.startswith(said):
-            return said
-        places = self._encoder.special_token_spellings(after)
-        if not places or self._encoder.is_plain(said):
-            return common_prefix(said, after, self._encoder)
-        end = after[: places[0][1]]
-        return common_prefix(said, after, self._encoder) if said.startswith(end) else end
+        if not end or after.startswith(end):
+            return end
+        special = self._encoder.pattern.search(after)
+        other = "" if special is None else after[: special.end()]
+        if end.startswith(other) or not self._encoder.pattern.search(end):
+            return common_prefix(end, after, self._encoder)
+        return other
 
-    def _find_pattern(self, messages: Sequence[TemplateMessage]) -> Pattern:
-        """How messages of these roles and keys follow a turn.
+    def _find_answer(self, messages: Sequence[TemplateMessage]) -> tuple[Answer, str]:
+        """The answer that messages like these can follow, and what follows their last content.
 
         Raises:
             TemplateError: The template refuses them or cannot be used append-only.
         """
-        key = tuple([(message["role"], *sorted(message)) for message in messages])
-        pattern = self._patterns.get(key)
-        if pattern is None:
-            if len(self._patterns) >= 1024:  # clients of a gateway choose the keys
-                self._patterns.clear()
-            pattern = self._patterns[key] = self._try_answers(messages)
-        return pattern
-
-    def _try_answers(self, messages: Sequence[TemplateMessage]) -> Pattern:
         if messages[0]["role"] != "tool":
-            return self._examine(messages, "words")
+            return "words", self._examine(messages, "words")
         answers: tuple[Answer, ...] = ("words and calls", "calls", "words")
         refusals = []
         for answer in answers:
             try:
-                return self._examine(messages, answer)
+                return answer, self._examine(messages, answer)
             except TemplateError as error:
                 refusals.append(error)
-        called, _, said = refusals
-        if str(called) == str(said):
-            raise said
-        raise TemplateError(f"{said}; after a tool call: {called}") from called
+        calling, _, plain = refusals
+        if str(calling) == str(plain):
+            raise plain
+        raise TemplateError(f"{plain}; after a tool call: {calling}") from calling
 
-    def _examine(self, messages: Sequence[TemplateMessage], answer: Answer) -> Pattern:
-        """How messages like these are written, after a look at what the template does with them."""
+    def _examine(self, messages: Sequence[TemplateMessage], answer: Answer) -> str:
+        """The opening of the turn after messages like these.
+
+        Refuse a template under which they change what stands before them. The opening of the
+        assistant's turn may change: templates of reasoning models leave out the reasoning of
+        earlier turns, and an append-only transcript keeps what was sampled. Contents beside a call
+        are left out by some, and nothing of ours follows them.
+        """
         markers = [f"rolloutContentMarker{at}x" for at in range(len(messages))]
         marked = [
             {**message, "content": marker}
             for message, marker in zip(messages, markers, strict=True)
         ]
-        self._refuse_rewriting(conversation(marked, answer))
-        text, _ = self._render_after(answer, marked)
-        opening = _find_opening(text, markers, messages)
-        return Pattern(answer, opening, opens_reasoning(opening))
-
-    def _refuse_rewriting(self, exchange: Sequence[TemplateMessage]) -> None:
-        """Refuse a template under which new messages change what stands before them.
-
-        The opening of the assistant's turn may change: templates of reasoning models leave out the
-        reasoning of earlier turns, and an append-only transcript keeps what was sampled. Contents
-        beside a call are left out by some, and nothing of ours follows them.
-        """
-        text = self._render(exchange, True)
-        is_calling = "tool_calls" in exchange[1]
-        if not is_calling:
+        text = self._render(conversation(marked, answer), True)
+        if answer == "words":
             after_answer(text)
         for marker, what in ((USER_MARKER, "user"), (ASSISTANT_MARKER, "assistant")):
             times = text.count(marker)
-            if times != 1 and not (marker == ASSISTANT_MARKER and is_calling and times == 0):
+            if times != 1 and not (what == "assistant" and answer != "words" and times == 0):
                 raise unusable(f"it writes an earlier {what} message {times} times")
         head = text.partition(USER_MARKER)[0]
         if ASSISTANT_MARKER in head:
             raise unusable("it changes the order of messages")
         if head != self._render(conversation(), False).partition(USER_MARKER)[0]:
             raise unusable("new messages change the text before the first message")
+        rest, _ = self._render_after(answer, marked)
+        for marker, message in zip(markers, messages, strict=True):
+            _, found, rest = rest.partition(marker)
+            if not found or marker in rest:
+                how = "in another place or not at all" if not found else "more than once"
+                raise unusable(f"it writes the content of {message['role']!r} messages {how}")
+        return rest
 
 
 def conversation(
     messages: Sequence[TemplateMessage] = (), answer: Answer = "words"
 ) -> list[TemplateMessage]:
     """The exchange, then `messages`; where the assistant calls, it calls their tools."""
-    said: TemplateMessage = {
-        "role": "assistant",
-        "content": "" if answer == "calls" else ASSISTANT_MARKER,
-    }
+    content = "" if answer == "calls" else ASSISTANT_MARKER
+    turn: TemplateMessage = {"role": "assistant", "content": content}
     if answer != "words":
-        said["tool_calls"] = list_answered_calls(messages)
-    return [{"role": "user", "content": USER_MARKER}, said, *messages]
+        turn["tool_calls"] = list_answered_calls(messages)
+    return [{"role": "user", "content": USER_MARKER}, turn, *messages]
 
 
 def list_answered_calls(messages: Iterable[TemplateMessage]) -> list[dict[str, Any]]:
@@ -332,23 +309,11 @@ def unusable(why: str) -> TemplateError:
     return TemplateError(f"the chat template cannot be used append-only: {why}")
 
 
-def _find_opening(text: str, markers: Sequence[str], messages: Sequence[TemplateMessage]) -> str:
-    """What follows the last content; contents stand in order, each once, or it raises."""
-    for marker, message in zip(markers, messages, strict=True):
-        _, found, text = text.partition(marker)
-        if not found or marker in text:
-            times = "in another place or not at all" if not found else "more than once"
-            raise unusable(f"it writes the content of {message['role']!r} messages {times}")
-    return text
-
-
 def common_prefix(left: str, right: str, encoder: TextEncoder) -> str:
     """What both texts begin with, in whole special tokens and whole tags."""
     length = common_length(left, right)
     for text in (left, right):
-        places = [
-            *encoder.special_token_spellings(text),
-            *(tag.span() for tag in TAG.finditer(text)),
-        ]
-        length = min([length, *(start for start, stop in places if start < length < stop)])
+        for match in (*encoder.pattern.finditer(text), *TAG.finditer(text)):
+            if match.start() < length < match.end():
+                length = match.start()
     return left[:length]

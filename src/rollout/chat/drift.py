@@ -1,4 +1,4 @@
-"""How a transcript's text differs from its whole conversation rendered again.
+"""How a transcript's text differs from its conversation rendered again.
 
 Each turn of the model is rendered as a word of ours, and what the template makes of that word is
 replaced by the text that the model sampled. So a difference tells where the template treats the
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
 
@@ -21,11 +21,12 @@ from rollout.chat.transcript import common_length
 from rollout.errors import TemplateError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from rollout.chat.continuation import TurnEnds
-    from rollout.chat.encoding import Render, TextEncoder, Tools
+    from rollout.chat.encoding import TextEncoder
     from rollout.chat.messages import TemplateMessage
+    from rollout.chat.rendering import Render, Tools
 
 #: From no difference to the worst. "whitespace": only in white space; "special_tokens": in special
 #: tokens too; "reasoning_stripped": the rendering leaves out reasoning of earlier turns;
@@ -84,51 +85,40 @@ def compare(
     if transcript == rendering:
         return Drift(kind="identical")
     spelling = match_any(specials)
+    texts = (transcript, rendering)
     at = common_length(transcript, rendering)
-    at = min(_start_of_special(text, at, spelling) for text in (transcript, rendering))
-    left, right = (_pieces(text[at : at + WINDOW], spelling) for text in (transcript, rendering))
+    for text in texts:  # a special token is shown in full
+        tokens = spelling.finditer(text, max(0, at - WINDOW), at + WINDOW)
+        at = next((token.start() for token in tokens if token.start() < at < token.end()), at)
+    pieces = re.compile(rf"(?:{spelling.pattern})|\w+|\s+|.")
+    left, right = (pieces.findall(text[at : at + WINDOW]) for text in texts)
     steps = difflib.SequenceMatcher(None, left, right, autojunk=False).get_opcodes()
     _, _, left_stop, _, right_stop = next(step for step in steps if step[0] != "equal")
     return Drift(
-        kind=_kind(transcript, rendering, spelling, is_reasoning_stripped),
+        kind=_find_kind(texts, spelling, is_reasoning_stripped),
         at=at,
-        transcript=_excerpt(transcript, at, at + len("".join(left[:left_stop]))),
-        rendering=_excerpt(rendering, at, at + len("".join(right[:right_stop]))),
+        transcript=_show(transcript, at, at + len("".join(left[:left_stop]))),
+        rendering=_show(rendering, at, at + len("".join(right[:right_stop]))),
     )
 
 
-def _start_of_special(text: str, at: int, spelling: re.Pattern[str]) -> int:
-    """The start of the special token that `at` stands in, or else `at`."""
-    start = max(0, at - WINDOW)
-    around = spelling.finditer(text, start, at + WINDOW)
-    return next((match.start() for match in around if match.start() < at < match.end()), at)
-
-
-def _pieces(text: str, spelling: re.Pattern[str]) -> list[str]:
-    """`text` in special tokens, words, runs of white space and other letters."""
-    return re.findall(rf"(?:{spelling.pattern})|\w+|\s+|.", text)
-
-
-def _kind(
-    transcript: str, rendering: str, spelling: re.Pattern[str], is_reasoning_stripped: bool
+def _find_kind(
+    texts: tuple[str, str], spelling: re.Pattern[str], is_reasoning_stripped: bool
 ) -> DriftKind:
-    if _squashed(transcript) == _squashed(rendering):
+    def agree(change: Callable[[str], str]) -> bool:
+        left, right = ("".join(change(text).split()) for text in texts)
+        return left == right
+
+    if agree(str):
         return "whitespace"
-    if _squashed(spelling.sub("", transcript)) == _squashed(spelling.sub("", rendering)):
+    if agree(lambda text: spelling.sub("", text)):
         return "special_tokens"
-    if is_reasoning_stripped:
-        kept = [CLOSED.sub("", text) for text in (transcript, rendering)]
-        left, right = (_squashed(spelling.sub("", text)) for text in kept)
-        if left == right:
-            return "reasoning_stripped"
+    if is_reasoning_stripped and agree(lambda text: spelling.sub("", CLOSED.sub("", text))):
+        return "reasoning_stripped"
     return "content"
 
 
-def _squashed(text: str) -> str:
-    return "".join(text.split())
-
-
-def _excerpt(text: str, start: int, stop: int) -> str:
+def _show(text: str, start: int, stop: int) -> str:
     shown = text[start:stop]
     if len(shown) > SHOWN:
         shown = f"{shown[: SHOWN // 2]} … {shown[-SHOWN // 2 :]}"
@@ -143,9 +133,8 @@ class FullRenderer:
     """Renders conversations with sampled turns in them.
 
     Args:
-        render: What the template makes of a conversation; raises `TemplateError`.
-        encoder: Knows the special tokens.
-        ends: What it puts after a turn.
+        render, encoder: As a `ContinuationRenderer` has them.
+        ends: What the template puts after a turn.
         stops: Spellings of tokens that end a turn.
     """
 
@@ -164,7 +153,7 @@ class FullRenderer:
     def render(
         self,
         messages: Sequence[TemplateMessage],
-        said: Mapping[int, str],
+        turns: Mapping[int, str],
         tools: Tools,
         *,
         with_calls: bool,
@@ -172,8 +161,8 @@ class FullRenderer:
         """Render the conversation, with the sampled texts in it, up to where its transcript ends.
 
         Args:
-            messages: All of them, those that the model said included.
-            said: What the model sampled, by position in `messages`.
+            messages: All of them, those of the model included.
+            turns: What the model sampled, by position in `messages`.
             tools: As the prompt was rendered with.
             with_calls: Whether turns that tools answered call them: some templates ask for that.
 
@@ -184,84 +173,66 @@ class FullRenderer:
         Raises:
             TemplateError: The template refuses the conversation.
         """
-        is_open = len(messages) - 1 not in said
-        marked = _marked(messages, said, with_calls=with_calls)
+        is_open = len(messages) - 1 not in turns
+        marked = list(messages)
+        for at in turns:
+            calls = list_answered_calls(messages[at + 1 :]) if with_calls else []
+            marked[at] = {"role": "assistant", "content": _word("Turn", at)}
+            if calls:  # beside calls, some leave out the content
+                calls[0]["function"]["arguments"] = {"turn": _word("Turn", at)}
+                marked[at] |= {"content": "", "tool_calls": calls}
         text = self._render(marked, is_open, tools)
-        dropped = self._without_reasoning(marked, said, is_open, tools)
-        for at, sampled in said.items():
-            body = self._body(marked[at], at)
+        dropped = self._find_dropped(marked, turns, is_open, tools)
+        for at, sampled in turns.items():
+            body = self._find_body(marked[at], at)
             found = body if text.count(body) == 1 else _word("Turn", at)
             before, mark, after = text.partition(found)
             if not mark:
                 raise TemplateError("the chat template leaves out an answer of the assistant")
             if at in dropped:
-                kept = sampled.rpartition(END_THINK)[2]
+                turn = sampled.rpartition(END_THINK)[2]
             else:
-                kept = self._opened(sampled, before)
+                turn = self._add_opening(sampled, before)
             if at < len(messages) - 1:  # the template writes too what ended the turn
-                stop = next((stop for stop in self._stops if kept.endswith(stop)), "")
-                kept = kept.removesuffix(stop) + after
-            text = before + kept
+                stop = next((stop for stop in self._stops if turn.endswith(stop)), "")
+                turn = turn.removesuffix(stop) + after
+            text = before + turn
         return text, bool(dropped) or self._drops_opening
 
-    def _opened(self, sampled: str, before: str) -> str:
+    def _add_opening(self, sampled: str, before: str) -> str:
         """`sampled`, after the tag that the prompt had opened and the history writes again."""
         is_closing = END_THINK in sampled and THINK not in sampled.partition(END_THINK)[0]
         if not is_closing or opens_reasoning(before) or not opens_reasoning(self._opening):
             return sampled
         return self._opening[self._opening.rfind(THINK) :] + sampled
 
-    def _body(self, turn: TemplateMessage, at: int) -> str:
+    def _find_body(self, turn: TemplateMessage, at: int) -> str:
         """What the template writes of a turn, from where the model takes over to its end."""
         alone = self._render([_QUESTION, turn], False, None).partition(USER_MARKER)[2]
-        body = alone.removesuffix(self._ends.called if "tool_calls" in turn else self._ends.said)
-        common = len(common_prefix(self._opening, body, self._encoder))
-        return body[common:] if _word("Turn", at) in body[common:] else _word("Turn", at)
+        body = alone.removesuffix(self._ends.calls if "tool_calls" in turn else self._ends.text)
+        body = body[len(common_prefix(self._opening, body, self._encoder)) :]
+        return body if _word("Turn", at) in body else _word("Turn", at)
 
-    def _without_reasoning(
+    def _find_dropped(
         self,
         marked: Sequence[TemplateMessage],
-        said: Mapping[int, str],
+        turns: Mapping[int, str],
         is_open: bool,
         tools: Tools,
-    ) -> frozenset[int]:
+    ) -> set[int]:
         """The turns whose reasoning the template leaves out."""
-        reasoned = [at for at, sampled in said.items() if END_THINK in sampled]
-        if not reasoned:
-            return frozenset()
+        reasoned = [at for at, sampled in turns.items() if END_THINK in sampled]
         probed = list(marked)
         for at in reasoned:
-            reason, kept = _word("Reason", at), _word("Kept", at)
-            content = f"{THINK}\n{reason}\n{END_THINK}\n\n{kept}{marked[at]['content']}"
-            probed[at] = {**marked[at], "content": content}
+            thought = f"{THINK}\n{_word('Reason', at)}\n{END_THINK}\n\n{_word('Kept', at)}"
+            probed[at] = {**marked[at], "content": f"{thought}{marked[at]['content']}"}
         try:
-            text = self._render(probed, is_open, tools)
+            text = self._render(probed, is_open, tools) if reasoned else ""
         except TemplateError:
-            return frozenset()
-        return frozenset(
+            return set()
+        return {
             at for at in reasoned if _word("Kept", at) in text and _word("Reason", at) not in text
-        )
-
-
-def _marked(
-    messages: Sequence[TemplateMessage], said: Mapping[int, str], *, with_calls: bool
-) -> list[TemplateMessage]:
-    """The messages with a word in the place of each sampled turn.
-
-    Args:
-        messages: All of them.
-        said: Which of them were sampled.
-        with_calls: Whether a turn that tools answered calls them: some templates ask for that.
-    """
-    marked = list(messages)
-    for at in said:
-        turn: dict[str, Any] = {"role": "assistant", "content": _word("Turn", at)}
-        calls = list_answered_calls(messages[at + 1 :])
-        if calls and with_calls:  # beside calls, some leave out the content
-            calls[0]["function"]["arguments"] = {"turn": turn["content"]}
-            turn.update(content="", tool_calls=calls)
-        marked[at] = turn
-    return marked
+        }
 
 
 def _word(kind: str, at: int) -> str:

@@ -11,10 +11,10 @@ import itertools
 import logging
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
-from rollout.chat.tokenizer_parts import LETTER_BYTES, copy_tokenizer
+from rollout.chat.tokenizer_parts import LETTER_BYTES, make_plain_tokenizer
 from rollout.utf8 import check_encodable
 
 logger = logging.getLogger("rollout.chat")
@@ -30,7 +30,6 @@ LONG = 16_384
 _STRINGS, _ADDED, _JOINED = 2_048, 256, 8
 #: Whether `fastokens` agrees, by the hash of the vocabulary.
 _PROVEN: dict[str, bool] = {}
-_REASONS: set[str] = set()
 
 _CODE = (
     'def f(x: int=0) -> "str":\n\treturn f\'{x!r}\' + b"\\x00".hex()  # no\r\n\r\n\r\n'
@@ -49,27 +48,27 @@ _STRANGE = tuple("\x00\x1b\u200b\u200d\ufeff\ufffd\uffff\U0010ffff\u0338")
 def make_plain_codec(backend: Any, specials: Iterable[str]) -> tuple[Encode, Decode]:
     """What encodes texts in which none of `specials` is recognised, and what decodes ids.
 
-    All other added tokens are recognised. The decoder of `fastokens` raises where it does not know
-    an id.
-
-    Args:
-        backend: A `tokenizers.Tokenizer`, to be left as it is.
-        specials: Added tokens of it.
+    All other added tokens are recognised. `backend` is a `tokenizers.Tokenizer`.
     """
-    plain = copy_tokenizer(backend)
-    plain.add_special_tokens(list(specials))  # known already: they become special, ids stay
-    plain.encode_special_tokens = True
+    plain = make_plain_tokenizer(backend, specials)
     exact = make_encoder(plain)
-    codec = _open_fastokens(plain, exact)
-    if codec is None:
-        return exact, partial(backend.decode, skip_special_tokens=False)
-    fast, decode = codec
+    exact_text: Decode = partial(plain.decode, skip_special_tokens=False)
+    fast = _open_fastokens(plain)
+    if fast is None:
+        return exact, exact_text
+    fast_encode, fast_text = fast
 
     def encode(text: str) -> bytes:
         try:
-            return fast(text)
+            return fast_encode(text)
         except Exception:  # half of a character, or a limit of its regular expressions
             return exact(text)
+
+    def decode(ids: list[int]) -> str:
+        try:
+            return fast_text(ids)
+        except Exception:  # it does not know an id
+            return exact_text(ids)
 
     return encode, decode
 
@@ -91,54 +90,48 @@ def make_encoder(backend: Any) -> Encode:
     return encode
 
 
-def _open_fastokens(plain: Any, exact: Encode) -> tuple[Encode, Decode] | None:
+def _open_fastokens(plain: Any) -> tuple[Encode, Decode] | None:
     """The same by `fastokens`; None where it is not installed, or gives other ids or texts."""
     try:
         import fastokens
+
+        state: str = plain.to_str()
+        tokenizer = fastokens.Tokenizer.from_json_str(state)
     except ImportError:
-        _say_once("fastokens is not installed")
+        _log_once("fastokens is not installed")
         return None
-    state: str = plain.to_str()
+    except Exception as error:  # it does not know such tokenizers
+        _log_once(f"fastokens cannot open a tokenizer: {error}")
+        return None
+
+    def encode(text: str) -> bytes:
+        packed: bytes = tokenizer.encode_batch_flat([text], split_special_tokens=True)[0]
+        return packed
+
+    decode = partial(tokenizer.decode, skip_special_tokens=False)
     name = hashlib.sha256(state.encode()).hexdigest()
-    if _PROVEN.get(name, True):
-        try:
-            tokenizer = fastokens.Tokenizer.from_json_str(state)
-        except Exception as error:  # it does not know such tokenizers
-            _say_once(f"fastokens cannot open a tokenizer: {error}")
-            return None
-
-        def fast(text: str) -> bytes:
-            packed: bytes = tokenizer.encode_batch_flat([text], split_special_tokens=True)[0]
-            return packed
-
-        decode = partial(tokenizer.decode, skip_special_tokens=False)
-        if name not in _PROVEN:
-            _PROVEN[name] = agree(fast, decode, exact, plain)
-        if _PROVEN[name]:
-            return fast, decode
-    _say_once("fastokens gives other ids, or texts, for a vocabulary")
+    if name not in _PROVEN:
+        _PROVEN[name] = _agree(encode, decode, plain)
+    if _PROVEN[name]:
+        return encode, decode
+    _log_once("fastokens gives other ids, or texts, for a vocabulary")
     return None
 
 
-def _say_once(reason: str) -> None:
-    if reason not in _REASONS:
-        _REASONS.add(reason)
-        logger.info("texts are encoded by tokenizers: %s", reason)
+@cache
+def _log_once(reason: str) -> None:
+    logger.info("texts are encoded by tokenizers: %s", reason)
 
 
-def agree(fast: Encode, decode: Decode, exact: Encode, backend: Any) -> bool:
-    """Whether both give the same ids for the texts of the self-test, or both refuse one.
+def _agree(fast: Encode, decode: Decode, backend: Any) -> bool:
+    """Whether both encode the texts of the self-test alike, and decode their ids alike.
 
-    And the same texts for these ids, and for all but the last of them, which may end within a
-    character.
-
-    Args:
-        fast, decode, exact: What is compared.
-        backend: The `tokenizers.Tokenizer` whose vocabulary is tried, and whose texts are right.
+    The last token is also left out, so that ids may end within a character.
     """
+    exact = make_encoder(backend)
     for text in itertools.chain(_list_texts(), _join_vocabulary(backend)):
-        packed = _try(exact, text)
-        if _try(fast, text) != packed:
+        packed = _encode_or_none(exact, text)
+        if _encode_or_none(fast, text) != packed:
             return False
         ids = array("i", packed or b"").tolist()
         for part in (ids, ids[:-1]):
@@ -147,7 +140,7 @@ def agree(fast: Encode, decode: Decode, exact: Encode, backend: Any) -> bool:
     return True
 
 
-def _try(encode: Encode, text: str) -> bytes | None:
+def _encode_or_none(encode: Encode, text: str) -> bytes | None:
     try:
         return encode(text)
     except Exception:

@@ -7,8 +7,6 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any, TypeGuard, overload
 
-import msgspec
-
 from rollout.errors import MediaError, TemplateError
 from rollout.media import Media
 from rollout.media import parts as media
@@ -74,10 +72,10 @@ def as_messages(messages: Iterable[Message | Mapping[str, Any]]) -> list[Message
     """
     if not _is_sequence(messages):
         raise TemplateError(f"messages must be a sequence of messages, not {_kind(messages)}")
-    records = [_read_message(f"messages[{at}]", message) for at, message in enumerate(messages)]
-    if not records:
+    read = [_read_message(f"messages[{at}]", message) for at, message in enumerate(messages)]
+    if not read:
         raise TemplateError("messages is empty; expected at least one message")
-    return records
+    return read
 
 
 def template_messages(messages: Iterable[Message | Mapping[str, Any]]) -> list[TemplateMessage]:
@@ -111,27 +109,37 @@ def _write_message(message: Message) -> TemplateMessage:
 
 
 def _read_message(where: str, message: object) -> Message:
-    if type(message) is Message and _is_read(message):
-        return message
-    fields = _fields(where, message)
-    extra = fields.get("extra", {})
+    fields: Mapping[Any, Any]
+    if isinstance(message, Message):
+        is_text = type(message.content) is str and message.role in ROLES
+        is_plain = type(message.tool_calls) is tuple and type(message.extra) is dict
+        if is_text and is_plain and not (message.tool_calls or message.fields or message.parts):
+            return message  # as those of users and tools mostly are
+        own = {name: getattr(message, name) for name in _KNOWN}
+        fields = {**own, "content": message.parts or message.content, **message.fields}
+    elif isinstance(message, Mapping):
+        fields = message
+    else:
+        raise TemplateError(f"{where} must be a Message or a mapping, not {_kind(message)}")
+    fields = {str(name): value for name, value in fields.items() if value is not None}
+    role, extra = fields.get("role"), fields.get("extra", {})
     if not isinstance(extra, Mapping):
         raise TemplateError(f"{where}: extra must be a mapping, not {_kind(extra)}")
-    role = fields.get("role")
-    if role is None:
-        raise TemplateError(f"{where} has no role; expected one of {', '.join(ROLES)}")
-    if not isinstance(role, str) or role not in ROLES:
-        raise TemplateError(f"{where}: unknown role {role!r}; expected one of {', '.join(ROLES)}")
+    if role not in ROLES:
+        fault = " has no role" if role is None else f": unknown role {role!r}"
+        raise TemplateError(f"{where}{fault}; expected one of {', '.join(ROLES)}")
     others = {name: value for name, value in fields.items() if name not in _KNOWN}
     for name, value in others.items():
         _refuse_media(f"{where}.{name}", value, is_media=name in media.FIELDS)
-    calls = _read_calls(where, fields.get("tool_calls", ()))
-    content = fields.get("content", "" if calls else None)
-    parts = _read_parts(f"{where} ({role})", content)
+    calls = fields.get("tool_calls", ())
+    if not _is_sequence(calls):
+        raise TemplateError(f"{where}: tool_calls must be a sequence, not {_kind(calls)}")
+    read = tuple(read_tool_call(f"{where}.tool_calls[{at}]", call) for at, call in enumerate(calls))
+    parts = _read_parts(f"{where} ({role})", fields.get("content", "" if read else None))
     return Message(
         role=role,
         content="".join(part for part in parts if isinstance(part, str)),
-        tool_calls=calls,
+        tool_calls=read,
         tool_call_id=fields.get("tool_call_id"),
         name=fields.get("name"),
         extra=extra,
@@ -140,48 +148,50 @@ def _read_message(where: str, message: object) -> Message:
     )
 
 
-def _is_read(message: Message) -> bool:
-    """Whether it is a record of a text and nothing else, as those of users and tools mostly are."""
-    return (
-        type(message.content) is str
-        and message.role in ROLES
-        and type(message.extra) is dict
-        and type(message.tool_calls) is tuple
-        and type(message.fields) is dict
-        and not (message.tool_calls or message.fields or message.parts)
-    )
-
-
-def _fields(where: str, message: object) -> dict[str, Any]:
-    if isinstance(message, Message):
-        own = {name: value for name in _KNOWN if (value := getattr(message, name)) is not None}
-        if message.parts:
-            own["content"] = message.parts
-        return own | {str(name): value for name, value in message.fields.items()}
-    if isinstance(message, Mapping):
-        return {str(name): value for name, value in message.items() if value is not None}
-    raise TemplateError(f"{where} must be a Message or a mapping, not {_kind(message)}")
-
-
 def _read_parts(where: str, content: object) -> tuple[str | Media, ...]:
     """The texts and media of a content, in order; of a string, itself."""
     if isinstance(content, str):
         return (content,)
-    if getattr(getattr(content, "dtype", None), "kind", "O") != "O":  # arrays of objects hold parts
-        _refuse_media(f"{where}: content", content)
+    _refuse_media(f"{where}: content", content)
     if not _is_sequence(content):
-        _refuse_media(f"{where}: content", content)
         raise TemplateError(f"{where}: content must be a string, not {_kind(content)}")
-    named = ((f"{where}: content[{at}]", part) for at, part in enumerate(content))
-    return tuple(_find_medium(part) or _part(name, part) for name, part in named)
+    return tuple(_read_part(f"{where}: content[{at}]", part) for at, part in enumerate(content))
+
+
+def _read_part(where: str, part: object) -> str | Media:
+    if isinstance(part, str):
+        return part
+    if (medium := _find_medium(part)) is not None:
+        return medium
+    _refuse_media(where, part)
+    if not isinstance(part, Mapping):
+        raise TemplateError(f"{where} must be a text part, not {_kind(part)}")
+    kind, text = part.get("type", "text"), part.get("text")
+    if kind == "text" and isinstance(text, str):
+        return text
+    problem = f"{where}: only parts of type 'text' are understood, not {kind!r:.80}"
+    if isinstance(kind, str) and kind in media.PART_TYPES:
+        raise MediaError(f"{problem}: {media.TEXT_ONLY}")
+    raise TemplateError(problem)
 
 
 def _find_medium(part: object) -> Media | None:
-    held = part
     if isinstance(part, Mapping):
         kind = part.get("type")
-        held = part.get(kind) if isinstance(kind, str) else None
-    return held if isinstance(held, Media) else None
+        part = part.get(kind) if isinstance(kind, str) else None
+    return part if isinstance(part, Media) else None
+
+
+def _refuse_media(where: str, value: object, *, is_media: bool = False) -> None:
+    """Raise a `MediaError` where `value` is media, or has them by its name and is not empty."""
+    kind = media.kind_of_media(value)
+    dtype = getattr(value, "dtype", None)
+    if dtype is not None and getattr(dtype, "kind", "") != "O":  # arrays of objects hold parts
+        kind = f"an array of {dtype}"
+    if kind is None and is_media and not (isinstance(value, Sized) and not len(value)):
+        kind = _kind(value)
+    if kind is not None:
+        raise MediaError(f"{where} is {kind}; expected text: {media.TEXT_ONLY}")
 
 
 def list_media(messages: Iterable[TemplateMessage]) -> list[Media]:
@@ -192,9 +202,7 @@ def list_media(messages: Iterable[TemplateMessage]) -> list[Media]:
 
 def text_in(content: str | list[dict[str, Any]]) -> str:
     """The text of a content in a template's form."""
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text", "") for part in content)
+    return "".join(part.get("text", "") for part in as_parts(content))
 
 
 def text_of_content(where: str, content: object) -> str:
@@ -210,39 +218,6 @@ def text_of_content(where: str, content: object) -> str:
     return "".join(map(str, parts))
 
 
-def _part(where: str, part: object) -> str:
-    if isinstance(part, str):
-        return part
-    _refuse_media(where, part)
-    if not isinstance(part, Mapping):
-        raise TemplateError(f"{where} must be a text part, not {_kind(part)}")
-    kind, text = part.get("type", "text"), part.get("text")
-    if kind == "text" and isinstance(text, str):
-        return text
-    problem = f"{where}: only parts of type 'text' are understood, not {kind!r:.80}"
-    if isinstance(kind, str) and kind in media.PART_TYPES:
-        raise MediaError(f"{problem}: {media.TEXT_ONLY}")
-    raise TemplateError(problem)
-
-
-def _refuse_media(where: str, value: object, *, is_media: bool = False) -> None:
-    """Raise a `MediaError` where `value` is media, or has them by its name and is not empty."""
-    kind = media.kind_of_media(value)
-    dtype = getattr(value, "dtype", None)
-    if dtype is not None and getattr(dtype, "kind", "") != "O":
-        kind = f"an array of {dtype}"
-    if kind is None and is_media and not (isinstance(value, Sized) and not len(value)):
-        kind = _kind(value)
-    if kind is not None:
-        raise MediaError(f"{where} is {kind}; expected text: {media.TEXT_ONLY}")
-
-
-def _read_calls(where: str, calls: object) -> tuple[ToolCall, ...]:
-    if not _is_sequence(calls):
-        raise TemplateError(f"{where}: tool_calls must be a sequence, not {_kind(calls)}")
-    return tuple(read_tool_call(f"{where}.tool_calls[{at}]", call) for at, call in enumerate(calls))
-
-
 def read_tool_call(where: str, call: object) -> ToolCall:
     """Read a call: a record, ``{"name": …, "arguments": …}``, or OpenAI's form of it.
 
@@ -256,8 +231,15 @@ def read_tool_call(where: str, call: object) -> ToolCall:
     function = call.get("function") or call
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise TemplateError(f"{where} names no function")
-    arguments = _arguments(where, function.get("arguments"))
-    return ToolCall(name=function["name"], arguments=arguments, id=str(call.get("id") or ""))
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise TemplateError(f"{where}: arguments are not JSON: {error}") from error
+    if not isinstance(arguments, Mapping | None):
+        raise TemplateError(f"{where}: arguments must be an object, not {_kind(arguments)}")
+    return ToolCall(name=function["name"], arguments=arguments or {}, id=str(call.get("id") or ""))
 
 
 def template_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -266,44 +248,17 @@ def template_call(call_id: str, name: str, arguments: Mapping[str, Any]) -> dict
     return {"id": call_id, "type": "function", "function": function}
 
 
-class Dialect(msgspec.Struct, frozen=True, kw_only=True):
-    """How a template wants tool calls and their results.
-
-    Attributes:
-        arguments_as_text: Arguments as a string of JSON, which it writes down as it is (DeepSeek);
-            others want a mapping.
-        nine_letter_ids: It refuses ids of calls that are not nine letters or digits (Mistral).
-        results_as_user: It knows no tool results (Gemma 2 and 3): a user says them.
-    """
-
-    arguments_as_text: bool = False
-    nine_letter_ids: bool = False
-    results_as_user: bool = False
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What is changed, in words."""
-        known = (
-            (self.arguments_as_text, "arguments as text"),
-            (self.nine_letter_ids, "ids of nine letters"),
-            (self.results_as_user, "results as words of the user"),
-        )
-        return tuple(note for is_so, note in known if is_so)
-
-    def adapt(self, messages: Iterable[TemplateMessage]) -> list[TemplateMessage]:
-        """`messages` as the template wants them."""
-        adapted = list(messages)
-        if self.arguments_as_text:
-            adapted = with_arguments_as_text(adapted)
-        if self.nine_letter_ids:
-            adapted = with_nine_letter_ids(adapted)
-        return with_results_as_user(adapted) if self.results_as_user else adapted
-
-
 def with_arguments_as_text(messages: Iterable[TemplateMessage]) -> list[TemplateMessage]:
     """The messages with the arguments of each call as a string of JSON."""
+
+    def write(call: dict[str, Any]) -> dict[str, Any]:
+        function, arguments = call["function"], call["function"]["arguments"]
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": arguments}}
+
     return [
-        {**message, "tool_calls": list(map(_with_text_arguments, message["tool_calls"]))}
+        {**message, "tool_calls": list(map(write, message["tool_calls"]))}
         if message.get("tool_calls")
         else message
         for message in messages
@@ -327,14 +282,23 @@ def with_nine_letter_ids(messages: Iterable[TemplateMessage]) -> list[TemplateMe
     return converted
 
 
+def _nine(call_id: object, number: int) -> str:
+    if not call_id:
+        return f"{number:09d}"
+    text = str(call_id)
+    is_nine = len(text) == 9 and text.isascii() and text.isalnum()
+    return text if is_nine else hashlib.sha256(text.encode()).hexdigest()[:9]
+
+
 def with_results_as_user(messages: Iterable[TemplateMessage]) -> list[TemplateMessage]:
     """The messages with each run of tool results as one user's words, joined to what he says."""
     converted: list[TemplateMessage] = []
     is_open = False  # whether the last message is made of results
     for message in messages:
         is_result = message["role"] == "tool"
-        said = message["content"]
-        content = join_contents("```tool_output\n", said, "\n```") if is_result else said
+        content = message["content"]
+        if is_result:
+            content = join_contents("```tool_output\n", content, "\n```")
         if is_open and message["role"] in ("tool", "user"):
             content = join_contents(converted[-1]["content"], "\n", content)
             converted[-1] = {"role": "user", "content": content}
@@ -342,6 +306,15 @@ def with_results_as_user(messages: Iterable[TemplateMessage]) -> list[TemplateMe
             converted.append({"role": "user", "content": content} if is_result else message)
         is_open = is_result
     return converted
+
+
+#: How templates want calls and results: arguments as a string of JSON, which they write as it is
+#: (DeepSeek); ids of calls of nine letters or digits (Mistral); no results (Gemma 2 and 3).
+DIALECTS: dict[str, Callable[[Iterable[TemplateMessage]], list[TemplateMessage]]] = {
+    "arguments as text": with_arguments_as_text,
+    "ids of nine letters": with_nine_letter_ids,
+    "results as words of the user": with_results_as_user,
+}
 
 
 def join_contents(*contents: str | Iterable[Any]) -> str | list[Any]:
@@ -357,38 +330,9 @@ def as_parts(content: str | Iterable[Any]) -> list[Any]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
 
-def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    arguments = function["arguments"]
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _nine(call_id: object, number: int) -> str:
-    if not call_id:
-        return f"{number:09d}"
-    text = str(call_id)
-    is_nine = len(text) == 9 and text.isascii() and text.isalnum()
-    return text if is_nine else hashlib.sha256(text.encode()).hexdigest()[:9]
-
-
-def _arguments(where: str, arguments: object) -> Mapping[str, Any]:
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else None
-        except (ValueError, RecursionError) as error:
-            raise TemplateError(f"{where}: arguments are not JSON: {error}") from error
-    if arguments is None:
-        return {}
-    if not isinstance(arguments, Mapping):
-        raise TemplateError(f"{where}: arguments must be an object, not {_kind(arguments)}")
-    return arguments
-
-
 def _is_sequence(value: object) -> TypeGuard[Iterable[Any]]:
     """Whether `value` has items in order: also an array, as data sets hold them."""
-    if type(value) in (list, tuple):
+    if type(value) in (list, tuple):  # as a rule, and the others take longer
         return True
     return isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
 

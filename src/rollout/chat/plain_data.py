@@ -140,41 +140,46 @@ def show_value(value: Any, kind: Callable[[Any], T] = repr) -> T | str:  # type:
 
 
 def _plain(value: Any, depth: int, simplify: Callable[[Any], Any] | None) -> Any:
+    """`value`, which stands in `depth` others, as plain data."""
     kind = type(value)
-    if value is None or kind in _SIMPLE:
+    if value is None or kind in _SIMPLE or (kind is str and is_encodable(value)):
         return value
-    if kind is str:
-        return value if value.isascii() or is_encodable(value) else _replace(value, depth, simplify)
     if kind is int:
         if not _LEAST <= value <= _MOST:
             raise NotPlainError(f"is an int of more than 64 bits; {EXPECTED}")
         return value
     if kind in (dict, list, tuple):  # one of another type would not come back as such
         return _plain_items(value, depth + 1, simplify)
-    if not simplify and kind is np.ndarray and value.dtype.kind in _NUMBERS:
+    if simplify is not None:
+        made = simplify(value)
+        if made is not value:
+            return _plain(made, depth + 1, simplify)
+        if isinstance(value, datetime) and value.tzinfo is not None:  # msgpack has those
+            return value
+    elif kind is np.ndarray and value.dtype.kind in _NUMBERS:
         array = np.ascontiguousarray(value)
         content = [array.dtype.str, list(value.shape), array.tobytes()]
         return msgspec.msgpack.Ext(_ARRAY, encoder.encode(content))
-    if not simplify and isinstance(value, np.generic):
-        number = value.item()
-        if type(number) in (bool, int, float):
-            return _plain(number, depth, simplify)
-    return _replace(value, depth, simplify)
+    elif isinstance(value, np.generic) and type(value.item()) in (bool, int, float):
+        return _plain(value.item(), depth, None)
+    if kind is str:
+        raise NotPlainError(f"is a str that UTF-8 cannot hold: {value!r:.80}")
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    raise NotPlainError(f"is a {name}; {EXPECTED}")
 
 
 def _plain_items(value: Any, depth: int, simplify: Callable[[Any], Any] | None) -> Any:
     """A dict or a list of plain data."""
-    _check_depth(depth)
-    is_dict = type(value) is dict
-    keys, items = list[Any](), list[Any]()
+    if depth > MAX_DEPTH:  # as the interpreter a little later: the path would fill a page
+        raise RecursionError
+    is_dict, items = type(value) is dict, list[Any]()
     for key, each in value.items() if is_dict else enumerate(value):
         try:
-            is_usual = type(each) is str and each.isascii()
-            items.append(each if is_usual else _plain(each, depth, simplify))
-            keys.append(_plain_key(key, simplify) if is_dict else key)
+            item = _plain(each, depth, simplify)
+            items.append((_plain_key(key, simplify), item) if is_dict else item)
         except NotPlainError as error:
             raise error.within(key) from None
-    return dict(zip(keys, items, strict=True)) if is_dict else items
+    return dict(items) if is_dict else items
 
 
 def _plain_key(key: Any, simplify: Callable[[Any], Any] | None) -> Any:
@@ -188,27 +193,3 @@ def _plain_key(key: Any, simplify: Callable[[Any], Any] | None) -> Any:
         if isinstance(key, str | int):
             return simplify(key)
     raise NotPlainError(f"has a key that is a {type(key).__qualname__}; expected a str")
-
-
-def _check_depth(depth: int) -> None:
-    """Raise what the interpreter raises a little later: where it stands would fill a page."""
-    if depth > MAX_DEPTH:
-        raise RecursionError
-
-
-def _replace(value: Any, depth: int, simplify: Callable[[Any], Any] | None) -> Any:
-    """What stands for a value that is no plain data."""
-    if simplify is not None:
-        made = simplify(value)
-        if made is not value:
-            _check_depth(depth)
-            return _plain(made, depth + 1, simplify)
-        if isinstance(value, datetime) and value.tzinfo is not None:  # msgpack has those
-            return value
-    if type(value) is str:
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise NotPlainError(f"is a str that UTF-8 cannot hold: {error}") from None
-    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-    raise NotPlainError(f"is a {kind}; {EXPECTED}")

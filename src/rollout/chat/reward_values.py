@@ -37,6 +37,10 @@ class BadRewardError(Exception):
         self.field = field
 
 
+def _describe(who: str, found: object, expected: str, field: str = "reward") -> BadRewardError:
+    return BadRewardError(f"{who} returned {found}; expected {expected}", field)
+
+
 def as_reward(value: Any, who: str) -> Reward:
     """A number, a `Reward` or a mapping with a ``score`` as a `Reward`, its value checked.
 
@@ -50,22 +54,16 @@ def as_reward(value: Any, who: str) -> Reward:
     reward = value if isinstance(value, Reward) else Reward(value=value)
     if isinstance(value, Mapping):
         if "score" not in value:
-            raise BadRewardError(
-                f"{who} returned {value!r:.80}; expected a mapping to have a score"
-            )
+            raise _describe(who, f"{value!r:.80}", "a mapping to have a score")
         rest = {key: item for key, item in value.items() if key != "score"}
         reward = Reward(value=value["score"], extra=rest)
     for name in ("extra", "segment_values"):
-        given = getattr(reward, name)
-        if not isinstance(given, Mapping):
-            raise BadRewardError(
-                f"{who} returned the {name} {given!r:.80}; expected a mapping", name
-            )
+        items = getattr(reward, name)
+        if not isinstance(items, Mapping):
+            raise _describe(who, f"the {name} {items!r:.80}", "a mapping", name)
     for key in reward.extra:
         if not isinstance(key, str):
-            raise BadRewardError(
-                f"{who} returned the key {key!r:.80} in extra; expected a str", "extra"
-            )
+            raise _describe(who, f"the key {key!r:.80} in extra", "a str", "extra")
     number = finite_number(reward.value, who, expected="a number or a Reward")
     return msgspec.structs.replace(reward, value=number)
 
@@ -88,17 +86,15 @@ def finite_number(
     with suppress(AttributeError, TypeError, ValueError, RuntimeError):  # not one number
         number = value.item()
     if not isinstance(number, int | float):
-        raise BadRewardError(f"{who} returned {value!r:.80}; expected {expected}", field)
+        raise _describe(who, f"{value!r:.80}", expected, field)
     try:
         number = float(number)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise BadRewardError(f"{who} returned {number}; expected a finite number", field)
+        raise _describe(who, number, "a finite number", field)
     if abs(number) > MAX_REWARD:
-        raise BadRewardError(
-            f"{who} returned {number}; expected a number that float32 can hold", field
-        )
+        raise _describe(who, number, "a number that float32 can hold", field)
     return number
 
 
@@ -115,13 +111,9 @@ def check_reward_value(value: Any, trajectory: Trajectory, who: str = REWARD) ->
     reward = as_reward(value, who)
     of_tokens = _pack_by_segment("token_values", reward.token_values, trajectory, who)
     of_turns = _pack_by_segment("turn_values", reward.turn_values, trajectory, who)
-    both = of_tokens.keys() & of_turns.keys()
-    if both:
-        raise BadRewardError(
-            f"{who} returned token_values and turn_values of the segment {min(both)}; expected "
-            "either of them",
-            "turn_values",
-        )
+    if both := of_tokens.keys() & of_turns.keys():
+        found = f"token_values and turn_values of the segment {min(both)}"
+        raise _describe(who, found, "either of them", "turn_values")
     return Reward(
         value=reward.value,
         extra=reward.extra,
@@ -147,14 +139,10 @@ def check_group_values(value: Any, group: Group, who: str = GROUP_REWARD) -> lis
     listed = value.tolist() if hasattr(value, "tolist") else value
     count = len(group.trajectories)
     if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
-        raise BadRewardError(
-            f"{who} returned {value!r:.80}; expected a sequence of {count} rewards, one for each "
-            "member"
-        )
+        expected = f"a sequence of {count} rewards, one for each member"
+        raise _describe(who, f"{value!r:.80}", expected)
     if len(listed) != count:
-        raise BadRewardError(
-            f"{who} returned {len(listed)} rewards; expected {count}, one for each member"
-        )
+        raise _describe(who, f"{len(listed)} rewards", f"{count}, one for each member")
     return [
         None
         if each is None or not trajectory.trainable
@@ -226,16 +214,10 @@ def _check_numbers(
     except (TypeError, ValueError) as error:
         raise BadRewardError(f"{who} returned {what} that are no numbers ({error})", what) from None
     if numbers.shape != (count,):
-        raise BadRewardError(
-            f"{who} returned {what} of shape {numbers.shape}; expected one for each of the "
-            f"{count} {all_of_them}",
-            what,
-        )
+        expected = f"one for each of the {count} {all_of_them}"
+        raise _describe(who, f"{what} of shape {numbers.shape}", expected, what)
     wrong = np.flatnonzero(~(np.abs(numbers) <= MAX_REWARD))
     if len(wrong):
-        raise BadRewardError(
-            f"{who} returned {numbers[wrong[0]]} for {one} {wrong[0]}; expected a finite number "
-            "that float32 can hold",
-            what,
-        )
+        found = f"{numbers[wrong[0]]} for {one} {wrong[0]}"
+        raise _describe(who, found, "a finite number that float32 can hold", what)
     return numbers.astype(np.float32)

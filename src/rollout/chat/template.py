@@ -10,16 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.chat.continuation import USER_MARKER, ContinuationRenderer
 from rollout.chat.drift import DRIFT_KINDS, Drift, FullRenderer, compare
-from rollout.chat.encoding import (
-    TemplateRenderer,
-    WrittenText,
-    get_encoder,
-    map_texts,
-    render_escaped,
-)
+from rollout.chat.encoding import WrittenText, get_encoder
 from rollout.chat.messages import TemplateMessage, list_media, template_messages
 from rollout.chat.reasoning import ends_with_opening, opens_reasoning
-from rollout.chat.tokenizer_parts import read_parts, spell_token
+from rollout.chat.rendering import TemplateRenderer, map_texts, render_escaped
+from rollout.chat.tokenizer_parts import spell_token
 from rollout.errors import MediaError, TemplateError
 
 if TYPE_CHECKING:
@@ -28,6 +23,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
+    from rollout.chat.rendering import Tools
     from rollout.chat.transcript import Transcript
     from rollout.media import Media, PlacedMedia
     from rollout.media.processor import MediaProcessor
@@ -73,14 +69,12 @@ class ChatTemplate:
     ) -> None:
         self.tokenizer = tokenizer
         self.processor = processor
-        source = chat_template if chat_template is not None else _own_template(tokenizer)
-        self.source = source
+        self.source = _own_template(tokenizer) if chat_template is None else chat_template
         self._renderer = TemplateRenderer(
-            tokenizer, source, chat_template_kwargs or {}, reads_media=processor is not None
+            tokenizer, self.source, chat_template_kwargs or {}, reads_media=processor is not None
         )
         self.encoder = get_encoder(tokenizer)
-        self._continuations = ContinuationRenderer(self._renderer.render, self.encoder, source)
-        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)  # None of a Python one
+        self._continuations = ContinuationRenderer(self._renderer.render, self.encoder, self.source)
 
     def prompt_ids(
         self,
@@ -102,11 +96,10 @@ class ChatTemplate:
                 text of them.
             TooManyTokens: They certainly have more than `max_tokens`.
         """
-        given = template_messages(messages)
-        written = self._write(given, tools, max_tokens)
-        ids = self.encoder.encode(written, max_tokens)
+        read = template_messages(messages)
+        ids = self.encoder.encode(self._write(read, tools, max_tokens), max_tokens)
         if not ids:
-            roles = ", ".join(message["role"] for message in given)
+            roles = ", ".join(message["role"] for message in read)
             raise TemplateError(f"the chat template makes no text of [{roles}]")
         return ids
 
@@ -128,12 +121,12 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         max_tokens: int | None,
     ) -> WrittenText:
-        messages = self._renderer.adapted(messages)  # ids of calls as they were given, unmarked
-        written = render_escaped(
-            lambda given, offered: self._renderer.render(given, True, offered),
-            *(self.encoder, messages, tools, max_tokens),
-        )
-        return self._expand_media(written, messages, (), max_tokens)
+        def render(marked: Sequence[TemplateMessage], offered: Tools) -> str:
+            return self._renderer.render(marked, True, offered)
+
+        adapted = self._renderer.adapted(messages)  # ids of calls as they are, unmarked
+        written = render_escaped(render, self.encoder, adapted, tools, max_tokens)
+        return self._expand_media(written, adapted, (), max_tokens)
 
     def _expand_media(
         self,
@@ -142,7 +135,7 @@ class ChatTemplate:
         before: Sequence[Media],
         max_tokens: int | None,
     ) -> WrittenText:
-        """A text with all the placeholders of the media in messages; as it is where are none."""
+        """A text with all the placeholders of the media in messages."""
         media = list_media(messages)
         if not media:
             return written
@@ -228,24 +221,24 @@ class ChatTemplate:
         Raises:
             TemplateError: The template refuses the conversation.
         """
-        ends = self._continuations.turn_ends
-        names = [self.decode([token]) for token in self._continuations.stop_ids()]
+        ends, stops = self._continuations.turn_ends, self._continuations.stop_ids()
+        names = [self.decode([token]) for token in stops]
         renderer = FullRenderer(self._renderer.render, self.encoder, ends, names)
-        given, text = template_messages(messages), self.decode(transcript.ids())
+        read, text = template_messages(messages), self.decode(transcript.ids())
         tokens = self.processor.tokens.values() if self.processor else ()
-        words = [(token, f"rolloutPlaceholder{at}x") for at, token in enumerate(tokens)]
+        words = {token: f"rolloutPlaceholder{at}x" for at, token in enumerate(tokens)}
         if words:  # those that somebody spells are no placeholders of media
-            given, said = map_texts([given, said], lambda each: _replace_all(each, words))
+            read, said = map_texts([read, said], lambda each: _replace_all(each, words))
         drifts: list[Drift] = []
         for with_calls in (False, True):
             try:
-                full, is_stripped = renderer.render(given, said, tools, with_calls=with_calls)
+                full, is_stripped = renderer.render(read, said, tools, with_calls=with_calls)
             except TemplateError:
                 if with_calls and not drifts:
                     raise
                 continue
-            rendering = self._expand_media(WrittenText(full), given, (), None).text
-            rendering = _replace_all(rendering, [(word, token) for token, word in words])
+            rendering = self._expand_media(WrittenText(full), read, (), None).text
+            rendering = _replace_all(rendering, {word: token for token, word in words.items()})
             if rendering != text:  # the vocabulary may not spell every text (NFC, missing bytes)
                 rendering = self.decode(self.encoder.encode(rendering))
             specials = self.encoder.specials
@@ -260,31 +253,28 @@ class ChatTemplate:
 
     def spell_token(self, token_id: int) -> bytes:
         """The bytes that one token adds to a text: they may be a part of a character."""
-        if self._backend is None:
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:  # it runs in Python
             return self.decode([token_id]).encode(errors="replace")
-        return spell_token(self._backend, token_id, is_byte_level=self._is_byte_level)
-
-    @cached_property
-    def _is_byte_level(self) -> bool:
-        return [part["type"] for part in read_parts(self._backend.decoder)] == ["ByteLevel"]
+        return spell_token(backend, token_id)
 
     @property
     def eos_token_id(self) -> int | None:
         """The tokenizer's end token; None where it has none."""
-        return _single_id(self.tokenizer.eos_token_id)
+        end = self.tokenizer.eos_token_id
+        return end if isinstance(end, int) else None
 
     @property
     def pad_token_id(self) -> int:
         """The tokenizer's padding token, or else its end token, or else 0."""
-        pad = _single_id(self.tokenizer.pad_token_id)
-        return next((token for token in (pad, self.eos_token_id) if token is not None), 0)
+        pad = self.tokenizer.pad_token_id
+        return pad if isinstance(pad, int) else self.eos_token_id or 0
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Ids that end a turn: the tokenizer's end token and the template's own."""
-        end = self.eos_token_id
-        own = () if end is None else (end,)
-        return tuple(dict.fromkeys((*own, *self._continuations.stop_ids())))
+        ends = dict.fromkeys((self.eos_token_id, *self._continuations.stop_ids()))
+        return tuple(end for end in ends if end is not None)
 
     def end_ids(self, *, is_call: bool = False) -> tuple[int, ...]:
         """The token with which a model ends a turn itself; none where nothing but the next does."""
@@ -335,39 +325,30 @@ class ChatTemplate:
     @property
     def dialect_notes(self) -> tuple[str, ...]:
         """How tool calls and results are changed for the template, in words."""
-        return self._renderer.dialect.notes
+        return self._renderer.dialect
 
     @cached_property
     def fingerprint(self) -> str:
         """16 hex digits that agree where vocabulary and template agree, on every machine."""
         vocabulary = sorted(self.tokenizer.get_vocab().items())
-        facts: list[Any] = [vocabulary, self._renderer.source, self.eos_token_id]
+        facts: list[Any] = [vocabulary, self.source, self.eos_token_id]
         if self._renderer.kwargs:
             facts.append(self._renderer.kwargs)
         record = json.dumps(facts, sort_keys=True, default=str).encode()
         return hashlib.sha256(record).hexdigest()[:16]
 
 
-def _replace_all(text: str, pairs: Iterable[tuple[str, str]]) -> str:
-    for old, new in pairs:
+def _replace_all(text: str, others: Mapping[str, str]) -> str:
+    for old, new in others.items():
         text = text.replace(old, new)
     return text
 
 
-def _single_id(token_id: Any) -> int | None:
-    return token_id if isinstance(token_id, int) else None
-
-
 def _own_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The tokenizer's own template.
-
-    Raises:
-        TemplateError: It has none, or several.
-    """
-    own = tokenizer.chat_template
+    own: Any = tokenizer.chat_template
+    if isinstance(own, Mapping) and len(own) == 1:
+        (own,) = own.values()
     if isinstance(own, Mapping):
-        if len(own) == 1:
-            return str(next(iter(own.values())))
         raise TemplateError(
             f"the tokenizer has several chat templates ({', '.join(own)}); "
             "put the one to use into a file and name it in model.chat_template"

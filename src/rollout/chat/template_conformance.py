@@ -6,7 +6,7 @@ follows is appended, and in the end the transcript is compared with a full rende
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 ELLIPSIS = "…"
 
 
-class Scene(msgspec.Struct, frozen=True):
+class Scene(NamedTuple):
     """A conversation: a prompt, and what the model says with what follows each time."""
 
     name: str
-    prompt: tuple[Message, ...]
-    turns: tuple[tuple[str, tuple[Message, ...]], ...]
+    prompt: list[Message]
+    turns: list[tuple[str, list[Message]]]
 
 
-class SceneReport(msgspec.Struct, frozen=True, kw_only=True):
+class SceneReport(msgspec.Struct, kw_only=True):
     """What became of a scene.
 
     Attributes:
@@ -56,7 +56,7 @@ class SceneReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def conformance_reports(template: ChatTemplate) -> Iterator[SceneReport]:
     """A report of each scene, in order."""
-    for scene in _scenes(template):
+    for scene in _list_scenes(template):
         try:
             yield _play(template, scene)
         except TemplateError as error:
@@ -64,46 +64,35 @@ def conformance_reports(template: ChatTemplate) -> Iterator[SceneReport]:
 
 
 def _play(template: ChatTemplate, scene: Scene) -> SceneReport:
+    report = SceneReport(name=scene.name)
     transcript, messages, said = Transcript(), list(scene.prompt), {}
     transcript.append_prompt(template.prompt_ids(messages))
-    boundary, cut_end = None, ""
     is_reasoning = template.ends_in_reasoning(transcript.ids().tolist())
-    for words, following in scene.turns:
-        text = _reasoned(words) if is_reasoning and words else words
-        ids = _sampled(template, text, following)
+    for line, following in scene.turns:
+        thinks = is_reasoning and line and END_THINK not in line  # the prompt has opened it
+        words = f"Let me see.\n{END_THINK}\n\n{line}" if thinks else line
+        is_call = bool(following) and following[0].role == "tool"
+        ends = template.end_ids(is_call=is_call) if words else ()  # else an empty generation
+        ids = [*template.text_ids(words), *ends]
         scores = [0.0] * len(ids)
         transcript.append_generated(ids, scores, versions=[(0, len(ids))], finish_reason="stop")
         said[len(messages)] = template.decode(ids)
-        messages.append(Message(role="assistant", content=text))
+        messages.append(Message(role="assistant", content=words))
         if following:
             added, is_reasoning = template.observe(following, after=ids)
-            whole = template.observation_ids(following, after=None)
+            after_cut = template.observation_ids(following, after=None)
             transcript.append_observation(added)
-            boundary = _without_contents(template.decode(added), following)
-            cut_end = template.decode(whole[: len(whole) - len(added)])
+            report.boundary = _leave_out_contents(template.decode(added), following)
+            report.cut_end = template.decode(after_cut[: len(after_cut) - len(added)])
             messages += following
-    report = SceneReport(name=scene.name, boundary=boundary, cut_end=cut_end)
     try:
-        drift = template.drift(transcript, messages, said)
+        report.drift = template.drift(transcript, messages, said)
     except TemplateError as error:
-        return msgspec.structs.replace(report, drift_refusal=str(error))
-    return msgspec.structs.replace(report, drift=drift)
+        report.drift_refusal = str(error)
+    return report
 
 
-def _reasoned(words: str) -> str:
-    """What a model says where the prompt has opened its reasoning."""
-    return words if END_THINK in words else f"Let me see.\n{END_THINK}\n\n{words}"
-
-
-def _sampled(template: ChatTemplate, text: str, following: Sequence[Message]) -> list[int]:
-    """The ids of a turn as a model would end it; an empty text is an empty generation."""
-    if not text:
-        return []
-    is_call = bool(following) and following[0].role == "tool"
-    return [*template.text_ids(text), *template.end_ids(is_call=is_call)]
-
-
-def _without_contents(text: str, messages: Sequence[Message]) -> str:
+def _leave_out_contents(text: str, messages: Sequence[Message]) -> str:
     for message in messages:
         content = message.content or ""
         if content.strip():
@@ -111,7 +100,7 @@ def _without_contents(text: str, messages: Sequence[Message]) -> str:
     return text
 
 
-def _scenes(template: ChatTemplate) -> Iterator[Scene]:
+def _list_scenes(template: ChatTemplate) -> Iterator[Scene]:
     def user(text: str) -> Message:
         return Message(role="user", content=text)
 
@@ -123,14 +112,14 @@ def _scenes(template: ChatTemplate) -> Iterator[Scene]:
     reasoned = f"{opening}Let me see.\n{END_THINK}\n\nIt is Bern."
     strange = "  Zürich\u00a012  345\t漢字 🙂👍🏽\n\n<|im_end|><s></think>\r\n"
     question, more = user("Which is the capital?"), user("And then?")
-    yield Scene("plain", (question,), (("It is Bern.", ()),))
+    yield Scene("plain", [question], [("It is Bern.", [])])
     instruction = Message(role="system", content="Be brief.")
-    yield Scene("system", (instruction, question), (("Bern.", (more,)), ("Basel.", ())))
-    yield Scene("multi-turn", (question,), (("Bern.", (more,)), ("Basel.", (more,)), ("No.", ())))
-    results = (result("7 °C"), result("3 mm", 1))
-    yield Scene("tool call", (question,), (("(calls)", (result("7 °C"),)), ("Cold.", ())))
-    yield Scene("parallel tool calls", (question,), (("(calls)", results), ("Cold.", ())))
-    yield Scene("reasoning", (question,), ((reasoned, (more,)), (reasoned, ())))
-    yield Scene("unicode", (user(strange),), ((" Zürich 漢字\n", (user(strange),)), ("🙂", ())))
-    turns = (("", (user(""),)), ("Well.", (result(""),)), ("", ()))
-    yield Scene("empty content", (user(""),), turns)
+    yield Scene("system", [instruction, question], [("Bern.", [more]), ("Basel.", [])])
+    yield Scene("multi-turn", [question], [("Bern.", [more]), ("Basel.", [more]), ("No.", [])])
+    results = [result("7 °C"), result("3 mm", 1)]
+    yield Scene("tool call", [question], [("(calls)", results[:1]), ("Cold.", [])])
+    yield Scene("parallel tool calls", [question], [("(calls)", results), ("Cold.", [])])
+    yield Scene("reasoning", [question], [(reasoned, [more]), (reasoned, [])])
+    yield Scene("unicode", [user(strange)], [(" Zürich 漢字\n", [user(strange)]), ("🙂", [])])
+    turns = [("", [user("")]), ("Well.", [result("")]), ("", [])]
+    yield Scene("empty content", [user("")], turns)

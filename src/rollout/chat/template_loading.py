@@ -43,7 +43,7 @@ def load_chat_template(
         TemplateError: The tokenizer or the file cannot be loaded, or there is no template.
     """
     if chat_template_path is not None:
-        _read_template(Path(chat_template_path))  # a wrong path costs no download
+        _read_template(chat_template_path)  # a wrong path costs no download
     return with_template(
         load_tokenizer(model, revision=revision, trust_remote_code=trust_remote_code),
         chat_template_path=chat_template_path,
@@ -64,11 +64,12 @@ def with_template(
     Raises:
         TemplateError: The file cannot be read, or there is no template.
     """
-    source = None if chat_template_path is None else _read_template(Path(chat_template_path))
-    if source is not None:
+    source = None
+    if chat_template_path is not None:
+        source = _read_template(chat_template_path)
         _check_syntax(tokenizer, source, chat_template_path)
-    if source is None and processor is not None and not tokenizer.chat_template:
-        source = processor.chat_template  # some keep it beside the processor only
+    elif processor is not None and not tokenizer.chat_template:
+        source = processor.chat_template  # some have it beside the processor only
     return ChatTemplate(
         tokenizer,
         chat_template=source,
@@ -77,24 +78,22 @@ def with_template(
     )
 
 
-def _read_template(path: Path) -> str:
+def _read_template(path: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TemplateError(f"chat template {path} cannot be read: {error}") from error
 
 
-def _check_syntax(tokenizer: PreTrainedTokenizerBase, source: str, path: str | None) -> None:
-    """Compile the template once; what it makes of the messages is seen when they are rendered."""
+def _check_syntax(tokenizer: PreTrainedTokenizerBase, source: str, path: str) -> None:
     from jinja2 import TemplateSyntaxError
 
+    empty = [{"role": "user", "content": ""}]
     try:
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": ""}], chat_template=source, tokenize=False
-        )
+        tokenizer.apply_chat_template(empty, chat_template=source, tokenize=False)
     except TemplateSyntaxError as error:
-        place = f"chat template {path}, line {error.lineno}"
-        raise TemplateError(f"{place}: not valid Jinja: {error.message}") from error
+        where = f"chat template {path}, line {error.lineno}"
+        raise TemplateError(f"{where}: not valid Jinja: {error.message}") from error
     except Exception as error:  # it may refuse this conversation and take others
         logger.debug("the chat template %s refuses an empty message: %r", path, error)
 
@@ -121,9 +120,9 @@ def load_tokenizer(
         from transformers import AutoTokenizer
         from transformers.utils import logging as transformers_logging
 
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.ERROR)
-    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         return AutoTokenizer.from_pretrained(model, **options)
     except Exception as error:  # the loaders of tokenizers raise almost anything

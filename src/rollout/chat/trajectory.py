@@ -156,8 +156,8 @@ class Trajectory(msgspec.Struct, kw_only=True, weakref=True):
     @property
     def answer(self) -> str:
         """Content of the last assistant message; empty where there is none."""
-        said = (m.content or "" for m in reversed(self.messages) if m.role == "assistant")
-        return next(said, "")
+        answers = (m.content or "" for m in reversed(self.messages) if m.role == "assistant")
+        return next(answers, "")
 
     def is_trainable(self, segment: Segment) -> bool:
         """Whether a trainer may learn from one of its segments, apart from the mask."""

@@ -114,21 +114,21 @@ def pack_trajectory(
     Raises:
         NotPlainError: As `write` does.
     """
-    conversation, transcript = trajectory.messages, trajectory.transcript
     segments = []
     for each in trajectory.segments:
         rewards, own = each.token_rewards, each.transcript
+        is_shared = each.messages is trajectory.messages
         segments.append(
             SegmentRecord(
                 **{name: getattr(each, name) for name in SEGMENT_FACTS},
                 reward=write(each.reward, "segments.reward"),
                 token_rewards=None if rewards is None else array("f", rewards).tobytes(),
-                spans=None if own is transcript else list(own.spans),
+                spans=None if own is trajectory.transcript else list(own.spans),
                 media=tuple(
                     PlacedMedia(drop_content(m.medium), m.start, m.count) for m in own.media
                 ),
                 experts=own.packed_experts,
-                messages=None if each.messages is conversation else pack_messages(each.messages),
+                messages=None if is_shared else pack_messages(each.messages),
             )
         )
     cause = trajectory.cause
@@ -136,8 +136,8 @@ def pack_trajectory(
         **{name: getattr(trajectory, name) for name in _SAME},
         **{name: write(getattr(trajectory, name), name) for name in _VALUES},
         cause=None if cause is None else make_encodable(cause),
-        messages=pack_messages(conversation),
-        spans=list(transcript.spans),
+        messages=pack_messages(trajectory.messages),
+        spans=list(trajectory.transcript.spans),
         history=trajectory.history,
         segments=segments,
     )
@@ -154,24 +154,18 @@ def unpack_trajectory(
         prompt: What it started from.
         unpack_messages: Undoes `pack_messages`.
     """
-    transcripts = [
-        Transcript.from_spans(
-            record.spans if each.spans is None else each.spans,
-            media=each.media,
-            experts=each.experts,
+    conversation, segments = unpack_messages(record.messages), []
+    for each in record.segments:
+        spans = record.spans if each.spans is None else each.spans
+        rewards, own = each.token_rewards, each.messages
+        segments.append(
+            Segment(
+                **{name: getattr(each, name) for name in (*SEGMENT_FACTS, "reward")},
+                transcript=Transcript.from_spans(spans, media=each.media, experts=each.experts),
+                token_rewards=None if rewards is None else array("f", rewards),
+                messages=conversation if own is None else unpack_messages(own),
+            )
         )
-        for each in record.segments
-    ]
-    conversation = unpack_messages(record.messages)
-    segments = [
-        Segment(
-            **{name: getattr(each, name) for name in (*SEGMENT_FACTS, "reward")},
-            transcript=transcript,
-            token_rewards=None if each.token_rewards is None else array("f", each.token_rewards),
-            messages=(conversation if each.messages is None else unpack_messages(each.messages)),
-        )
-        for each, transcript in zip(record.segments, transcripts, strict=True)
-    ]
     return Trajectory(
         **{name: getattr(record, name) for name in (*_SAME, *_VALUES, "cause", "history")},
         prompt=prompt,  # type: ignore[arg-type]

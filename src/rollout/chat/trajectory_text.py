@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from rollout.plurals import count
 from rollout.types import Message, Outcome
 
@@ -28,7 +30,7 @@ def span_texts(transcript: Transcript, decode: Decode) -> Iterator[tuple[SpanKin
     """Of each span its kind, its tokens and its text; a long prompt without its middle."""
     for span in transcript.spans:
         text = decode(transcript.span_ids(span))
-        yield span.kind, len(span), _shortened(text) if span.kind == "prompt" else text
+        yield span.kind, len(span), _shorten(text) if span.kind == "prompt" else text
 
 
 def transcript_text(transcript: Transcript, decode: Decode) -> str:
@@ -67,40 +69,36 @@ def _lines(trajectory: Any) -> Iterator[str]:
 
 def _segment_texts(trajectory: Any) -> list[str]:
     """Those of its segments; none where there are no tokens, or where nothing decodes them."""
-    texts = []
-    for at, segment in enumerate(trajectory.segments):
-        if len(trajectory.segments) > 1:
+    texts, segments = list[str](), trajectory.segments
+    for at, segment in enumerate(segments):
+        if len(segments) > 1:
             parent = segment.parent
-            where = "" if parent is None else f", from token {parent[1]} of segment {parent[0]}"
-            texts.append(f"[segment {at}: {segment.purpose}{where}]")
+            start = "" if parent is None else f", from token {parent[1]} of segment {parent[0]}"
+            texts.append(f"[segment {at}: {segment.purpose}{start}]")
         if segment.transcript.spans:
             try:
-                messages = segment.messages
-                decode = getattr(messages, "decode", None) or trajectory.messages.decode
+                decode = getattr(segment.messages, "decode", None) or trajectory.messages.decode
                 texts.append(transcript_text(segment.transcript, decode))
             except Exception:  # its tokenizer is not at hand, or cannot be loaded
                 return []
-    return texts if any(each.transcript.spans for each in trajectory.segments) else []
+    return texts if any(each.transcript.spans for each in segments) else []
 
 
 def _message_text(message: Any) -> str:
     if isinstance(message, Message):
-        role, content, calls = message.role, message.content, message.tool_calls
-    else:
-        role, content, calls = (message.get(key) for key in ("role", "content", "tool_calls"))
+        message = msgspec.structs.asdict(message)
+    role, content, calls = (message.get(key) for key in ("role", "content", "tool_calls"))
     words = [] if content is None else [content if isinstance(content, str) else repr(content)]
-    words += [_call_text(each) for each in calls or ()]
+    for call in calls or ():
+        if isinstance(call, dict):
+            called = call.get("function", call)
+        else:
+            called = {"name": call.name, "arguments": call.arguments}
+        words.append(json.dumps(called, ensure_ascii=False, default=repr))
     return "\n".join([f"[{role}]", *words])
 
 
-def _call_text(call: Any) -> str:
-    if isinstance(call, dict):
-        return json.dumps(call.get("function", call), ensure_ascii=False, default=repr)
-    called = {"name": call.name, "arguments": call.arguments}
-    return json.dumps(called, ensure_ascii=False, default=repr)
-
-
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     left_out = len(text) - 2 * PROMPT_END
     if left_out <= 0:
         return text

@@ -6,7 +6,7 @@ Invariants, by construction:
 * the mask is 1 exactly on ids that an engine returned here, and not in a row that this one was
   forked from;
 * log-probs and weight versions exist for each generated id and for no other, and so do the most
-  likely ids where they were asked for;
+  likely ids where a request wants them;
 * ids and log-probs stay packed from the wire to the tensor;
 * images and videos stand as all the placeholder ids that the model's processor gives them, in
   prompts and observations only, each recorded once with its place.
@@ -35,7 +35,7 @@ Floats = Sequence[float] | npt.NDArray[np.float32] | bytes
 
 #: What stands in `Transcript.weight_versions` where no engine sampled.
 NO_VERSION = -1
-#: What stands in `Transcript.top_ids` where nobody asked.
+#: What stands in `Transcript.top_ids` where no request wanted any.
 NO_ID = -1
 #: What stands in `Transcript.routed_experts` where nobody knows.
 NO_EXPERT = -1
@@ -72,13 +72,13 @@ class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Transcript(msgspec.Struct, eq=False, gc=False):
-    """What the model saw and what it said, token by token.
+    """What the model read and what it sampled, token by token.
 
     Append with `append_prompt` (once, first), `append_generated` and `append_observation`; nothing
     can be changed or removed.
 
     Attributes:
-        prefix: Every id in order, in the form in which engines are asked with it.
+        prefix: Every id in order, in the form that requests have.
         expert_shape: (layers, top_k) of the routed experts; None where none are known.
         media: Its images and videos with their places, in order.
     """
@@ -230,8 +230,7 @@ class Transcript(msgspec.Struct, eq=False, gc=False):
             raise ValueError(f"append_generated: a run of versions is negative: {list(versions)}")
         runs = tuple((int(version), int(count)) for version, count in versions if count)
         likely = _pack_top(top, length) if top is not None and length else None
-        span = Span("generated", len(self), packed, floats, finish_reason, runs, likely)
-        self._append(span)
+        self._append(Span("generated", len(self), packed, floats, finish_reason, runs, likely))
 
     def fork(self, position: int) -> Transcript:
         """A transcript that begins with the first `position` tokens of this one, as context.
@@ -240,7 +239,7 @@ class Transcript(msgspec.Struct, eq=False, gc=False):
         those are trained where they were generated, and nowhere else.
 
         Raises:
-            ValueError: There are not so many tokens, or none is asked for.
+            ValueError: There are not so many tokens, or `position` is 0.
         """
         if not 1 <= position <= len(self):
             raise ValueError(f"fork: position = {position}: expected 1 to {len(self)}")
@@ -296,8 +295,8 @@ class Transcript(msgspec.Struct, eq=False, gc=False):
     def top_ids(self) -> npt.NDArray[np.int32]:
         """(T, K) int32: the K most likely ids at the place of each generated id, likeliest first.
 
-        K is the most that was asked for (`sampling.top_log_probs`), 0 where nothing was. -1 off the
-        mask, and where fewer were asked for.
+        K is the largest `sampling.top_log_probs` of its requests, 0 of none. -1 off the
+        mask, and where a request wanted fewer.
         """
         return self._fill_top(0, np.full((len(self), self._top_width), NO_ID, dtype=np.int32))
 
@@ -355,7 +354,7 @@ class Transcript(msgspec.Struct, eq=False, gc=False):
     def routed_experts(self) -> npt.NDArray[np.int16] | None:
         """(T, layers, top_k) int16: the experts that each token was routed to; -1 unknown.
 
-        None where no engine told any. Of the last token nothing has been computed yet.
+        None where no engine reported any. Of the last token nothing has been computed yet.
         """
         if self.expert_shape is None:
             return None
@@ -369,18 +368,18 @@ class Transcript(msgspec.Struct, eq=False, gc=False):
             raise ValueError(f"{what}: append the prompt first")
 
     def _append_read(self, kind: SpanKind, ids: Ids, media: Sequence[PlacedMedia]) -> None:
-        packed, at, end = _pack("i", ids), len(self), 0
+        span, end = Span(kind, len(self), _pack("i", ids)), 0
         for each in media:
-            if each.start < end or each.count < 1 or each.start + each.count > len(packed) // 4:
+            if each.start < end or each.count < 1 or each.start + each.count > len(span):
                 raise ValueError(
                     f"append_{kind}: {each.medium!r} at {each.start} + {each.count}: expected "
-                    f"places in order among {len(packed) // 4} ids"
+                    f"places in order among {len(span)} ids"
                 )
             end = each.start + each.count
         if media:
-            placed = (PlacedMedia(each.medium, at + each.start, each.count) for each in media)
+            placed = (PlacedMedia(m.medium, span.start + m.start, m.count) for m in media)
             self.media = (*self.media, *placed)
-        self._append(Span(kind, at, packed))
+        self._append(span)
 
     def _append(self, span: Span) -> None:
         self._spans.append(span)

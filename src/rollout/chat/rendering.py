@@ -1,0 +1,309 @@
+"""Messages to text, by a chat template, and which words of it are the messages' own.
+
+`TemplateRenderer` has the template write a conversation. `render_escaped` finds in its text the
+places that the conversation's authors and not the template wrote: spellings of special tokens there
+stay text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+from rollout.chat.encoding import Place, WrittenText
+from rollout.chat.messages import (
+    DIALECTS,
+    TemplateMessage,
+    as_parts,
+    template_call,
+    with_arguments_as_text,
+)
+from rollout.errors import TemplateError
+from rollout.utf8 import check_encodable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rollout.chat.encoding import TextEncoder
+
+Tools = Sequence[Mapping[str, Any]] | None
+#: `render(messages, add_generation_prompt, tools=None)`.
+Render = Callable[..., str]
+
+_USER: TemplateMessage = {"role": "user", "content": "q"}
+_PROBE = "rolloutStringProbe"
+#: Exact types of values that hold nothing else.
+_SCALARS = frozenset((str, int, float, bool, type(None)))
+#: Where messages keep their reasoning: transformers puts it under each of these names.
+_RENAMED = frozenset(("reasoning_content", "thinking", "reasoning"))
+
+
+class TemplateRenderer:
+    """Renders conversations by one chat template.
+
+    Args:
+        tokenizer: Runs the template and gives it its special tokens.
+        source: The template.
+        kwargs: What else the template can read, such as ``enable_thinking``.
+        reads_media: Whether the model does, so that the template may take contents as parts only.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        source: str,
+        kwargs: Mapping[str, Any],
+        *,
+        reads_media: bool = False,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self.source = source
+        self.kwargs = dict(kwargs)
+        self._reads_media = reads_media
+
+    def render(
+        self,
+        messages: Sequence[TemplateMessage],
+        add_generation_prompt: bool,
+        tools: Tools = None,
+    ) -> str:
+        """The text of a conversation; tool calls and results in the template's own dialect.
+
+        Raises:
+            TemplateError: The template refuses the messages.
+        """
+        text = self._render(self.adapted(messages), add_generation_prompt, tools)
+        check_encodable(text)
+        return text
+
+    def adapted(self, messages: Sequence[TemplateMessage]) -> Sequence[TemplateMessage]:
+        """`messages` with tool calls and results as the template wants them."""
+        for message in messages:
+            if "tool_calls" in message or message["role"] == "tool":
+                return _adapt(messages, self.dialect)
+        return messages
+
+    @cached_property
+    def dialect(self) -> tuple[str, ...]:
+        """Which of `DIALECTS` it wants, found by showing the template a call and its result."""
+        arguments, *others = DIALECTS
+        own = (arguments,) if self._wants_text() else ()
+        tried = (own, *((*own, other) for other in others))
+        return next((each for each in tried if self._takes_results(each)), own)
+
+    @cached_property
+    def _takes_parts_only(self) -> bool:
+        """Whether it leaves out a content that is a string (LLaVA): as parts it writes it."""
+        if not self._reads_media:
+            return False
+        text = _try(self._apply, [{"role": "user", "content": _PROBE}], True, None)
+        return text is None or _PROBE not in text
+
+    @cached_property
+    def _no_tools(self) -> list[Any] | None:
+        """What stands for no tools: some templates iterate over them without checking (Hermes)."""
+        needs_list = _try(self._apply, [_USER], True, None) is None
+        return [] if needs_list and _try(self._apply, [_USER], True, []) is not None else None
+
+    def _wants_text(self) -> bool:
+        call = template_call("abcdefghi", "tool", {"rolloutKey": "rolloutValue"})
+        messages = [_USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        text = _try(self._render, messages, False)
+        if text is not None:
+            return str(call["function"]["arguments"]) in text
+        text = _try(self._render, with_arguments_as_text(messages), False)
+        return text is not None and '"rolloutValue"' in text
+
+    def _takes_results(self, dialect: Iterable[str]) -> bool:
+        calls = [template_call("call_0", "tool", {})]
+        result = {"role": "tool", "content": "r", "name": "tool", "tool_call_id": "call_0"}
+        calling: TemplateMessage = {"role": "assistant", "content": "", "tool_calls": calls}
+        return any(
+            _try(self._render, _adapt([_USER, answer, result], dialect), True) is not None
+            for answer in (calling, {"role": "assistant", "content": "a"})
+        )
+
+    def _render(
+        self,
+        messages: Sequence[TemplateMessage],
+        add_generation_prompt: bool,
+        tools: Tools = None,
+    ) -> str:
+        offered = [dict(tool) for tool in tools] if tools else self._no_tools
+        if self._takes_parts_only:
+            messages = [{**each, "content": as_parts(each["content"])} for each in messages]
+        return self._apply(messages, add_generation_prompt, offered)
+
+    def _apply(
+        self,
+        messages: Sequence[TemplateMessage],
+        add_generation_prompt: bool,
+        tools: list[Any] | None,
+    ) -> str:
+        try:
+            if self._compiled is not None and _is_plain(messages) and _is_plain(tools):
+                text = self._compiled.render(
+                    messages=messages,
+                    tools=tools,
+                    documents=None,
+                    add_generation_prompt=add_generation_prompt,
+                    **self._variables,
+                )
+            else:
+                text = self._tokenizer.apply_chat_template(
+                    list(messages),
+                    tools=tools,
+                    chat_template=self.source,
+                    add_generation_prompt=add_generation_prompt,
+                    tokenize=False,
+                    **self.kwargs,
+                )
+        except Exception as error:  # a template is foreign code and raises what it likes
+            roles = ", ".join(message["role"] for message in messages)
+            raise TemplateError(f"the chat template refuses [{roles}]: {error}") from error
+        assert isinstance(text, str)
+        return text
+
+    @cached_property
+    def _compiled(self) -> Any:
+        """The template as transformers compiles it; None where the tokenizer has a way of its own.
+
+        Called directly it takes a third of the time of `apply_chat_template`, which first makes
+        plain values of all its arguments: ours are, as a rule. Its globals are copied at every
+        call: from one dict, not from jinja's chain of them, which takes longer than most renders.
+        """
+        from transformers import PreTrainedTokenizerBase
+        from transformers.utils import chat_template_utils
+
+        usual = PreTrainedTokenizerBase.apply_chat_template
+        is_usual = type(self._tokenizer).apply_chat_template is usual and _is_plain(self._variables)
+        compile_template = getattr(chat_template_utils, "_compile_jinja_template", None)
+        if not is_usual or compile_template is None:
+            return None
+        environment = compile_template("").environment  # it is the same for every template
+        return environment.template_class.from_code(
+            environment, environment.compile(self.source), dict(environment.globals)
+        )
+
+    @cached_property
+    def _variables(self) -> dict[str, Any]:
+        return {**self._tokenizer.special_tokens_map, **self.kwargs}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is made of what JSON has, without the keys that transformers renames."""
+    kind = type(value)
+    if kind is dict and _RENAMED.isdisjoint(value):
+        value = value.values()
+    elif kind is not list:
+        return kind in _SCALARS
+    for each in value:  # noqa: SIM110  (most are texts, and a generator takes longer)
+        if type(each) is not str and not _is_plain(each):
+            return False
+    return True
+
+
+def _adapt(messages: Sequence[TemplateMessage], dialect: Iterable[str]) -> list[TemplateMessage]:
+    adapted = list(messages)
+    for name in dialect:
+        adapted = DIALECTS[name](adapted)
+    return adapted
+
+
+def _try(render: Callable[..., str], *conversation: Any) -> str | None:
+    """What a template makes of a conversation; None where it refuses that."""
+    try:
+        return render(*conversation)
+    except TemplateError:
+        return None
+
+
+def render_escaped(
+    render: Callable[[Sequence[TemplateMessage], Tools], str],
+    encoder: TextEncoder,
+    messages: Sequence[TemplateMessage],
+    tools: Tools,
+    max_tokens: int | None = None,
+) -> WrittenText:
+    """The rendered text with the places in it that must stay plain.
+
+    A template gives back text without saying which part of it came from a message. So spellings of
+    special tokens in messages and tools get words of our own beside them, which are found and
+    removed in the text. Of an assistant's message, tags like ``<think>`` are left to the template
+    and the tokenizer: templates look for them.
+
+    Raises:
+        TemplateError: The template refuses the messages.
+        TooManyTokens: The text certainly has more than `max_tokens`.
+    """
+    text = render(messages, tools)
+    encoder.refuse_beyond(max_tokens, text)
+    if not encoder.pattern.search("\0".join(_list_texts([messages, tools or ()]))):
+        return WrittenText(text)
+    word = "rolloutSpecialToken"  # letters, which templates leave as they are
+    while word in text:
+        word += "a"
+
+    spelled: list[str] = []
+
+    def mark(text: str, left_out: Container[str] = ()) -> str:
+        end = len(text.rstrip())  # templates look for tokens at the start or end of a content
+
+        def add_word(match: re.Match[str]) -> str:
+            token, number = match[0], len(spelled)
+            if token in left_out:
+                return token
+            spelled.append(token)
+            is_last = match.end() >= end
+            return f"{word}{number}B{token}" if is_last else f"{token}{word}{number}A"
+
+        return encoder.pattern.sub(add_word, text)
+
+    marked = [
+        map_texts(each, partial(mark, left_out=encoder.tags if each["role"] == "assistant" else ()))
+        for each in messages
+    ]
+    offered = None if tools is None else map_texts(list(tools), mark)
+    return _remove_marks(render(marked, offered), word, spelled) if spelled else WrittenText(text)
+
+
+def _remove_marks(text: str, word: str, spelled: Sequence[str]) -> WrittenText:
+    """The text without the words before ("B") and after ("A") the tokens, which stay plain.
+
+    A template may have taken a token out, or changed it: what stands there then is not the token.
+    """
+    pieces, plain = list[str](), list[Place]()
+    at = length = 0
+    for match in re.finditer(f"{word}([0-9]+)([AB])", text):
+        before, at, token = text[at : match.start()], match.end(), spelled[int(match[1])]
+        pieces.append(before)
+        length += len(before)
+        if match[2] == "B" and text.startswith(token, at):
+            plain.append((length, length + len(token)))
+        elif match[2] == "A" and before.endswith(token):
+            plain.append((length - len(token), length))
+    return WrittenText("".join((*pieces, text[at:])), tuple(plain))
+
+
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """`value` with another text for each that is in it, keys of mappings included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {map_texts(key, change): map_texts(item, change) for key, item in value.items()}
+    return [map_texts(each, change) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _list_texts(value: object) -> list[str]:
+    found, texts = [value], list[str]()
+    for item in found:  # which grows meanwhile
+        if isinstance(item, str):
+            texts.append(item)
+        elif isinstance(item, (dict, Mapping)):  # tried in this order, a dict is known at once
+            found += item
+            found += item.values()
+        elif isinstance(item, (list, tuple)):
+            found += item
+    return texts
