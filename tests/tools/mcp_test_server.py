@@ -37,12 +37,22 @@ def process() -> str:
     return str(os.getpid())
 
 
+class NoSuchRow(Exception):
+    """The server's own error, with a code that the SDK has too: -32000."""
+
+
+def look_up() -> str:
+    """Find no row."""
+    raise NoSuchRow
+
+
 #: The tools, and their arguments with the types that JSON has for them.
 TOOLS: dict[Any, dict[str, str]] = {
     much: {"count": "integer"},
     nap: {"seconds": "number"},
     count: {},
     process: {},
+    look_up: {},
 }
 
 
@@ -78,9 +88,12 @@ def serve_lines() -> None:
     writing = threading.Lock()
 
     def respond(request: dict[str, Any]) -> None:
-        result = answer(request["method"], request.get("params") or {})
-        missing = {"code": -32601, "message": "no such method"}
-        body = {"error": missing} if result is None else {"result": result}
+        try:
+            result = answer(request["method"], request.get("params") or {})
+            error = {"code": -32601, "message": "no such method"}
+        except NoSuchRow:
+            result, error = None, {"code": -32000, "message": "no such row"}
+        body = {"error": error} if result is None else {"result": result}
         with writing:
             sys.stdout.write(json.dumps({"jsonrpc": "2.0", "id": request["id"], **body}) + "\n")
             sys.stdout.flush()

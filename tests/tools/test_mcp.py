@@ -229,6 +229,14 @@ async def test_server_that_is_killed_is_started_again(context: ToolContext) -> N
 
 
 @pytest.mark.anyio
+async def test_error_of_a_servers_own_is_its_calls_alone(context: ToolContext) -> None:
+    async with connect_mcp(SERVER) as tools:
+        assert await read(tools, context, "count") == "1"
+        assert "no such row" in await read_failure(tools, context, "look_up")
+        assert await read(tools, context, "count") == "2"
+
+
+@pytest.mark.anyio
 @both_backends
 async def test_http_server_is_used_and_found_again_after_a_restart(context: ToolContext) -> None:
     async with over_http() as (url, process), connect_mcp(url) as tools:

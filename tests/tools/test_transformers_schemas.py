@@ -48,6 +48,12 @@ PARAMETERS: dict[str, dict[str, tuple[Any, ...]]] = {
         "rating": (int, "The rating to give (choices: [1, 2, 3])"),
         "enabled": (bool, "Whether it is enabled (choices: [true, false])"),
     },
+    "choices_of_other_types": {
+        "name": (Optional[str], 'A name (choices: ["a", "b"])'),  # noqa: UP045
+        "names": (list[str], 'Names (choices: ["a", "b"])'),
+        "share": (float, "A share (choices: [1, 2])"),
+        "colour": (Colour, 'The colour (choices: ["red", "blue"])'),
+    },
     "literals": {
         "unit": (Literal["celsius", "fahrenheit"], "The unit"),
         "booleanish": (Booleanish, "A value that can be regarded as boolean", False),
