@@ -137,11 +137,6 @@ def stage(weights: TensorWeights) -> str:
     return str(path)
 
 
-def is_staged(path: str) -> bool:
-    """Whether `stage` made it."""
-    return Path(path).name.startswith(PREFIX)
-
-
 def unstage(path: str) -> None:
     """Remove a staged directory; an engine that has a file of it open keeps that file."""
     shutil.rmtree(path, ignore_errors=True)

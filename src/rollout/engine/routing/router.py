@@ -53,6 +53,8 @@ TIE_SLACK = 0.01
 MAX_HOLDERS = 8
 #: Trajectories that are remembered; a later turn of an older one is placed like a first one.
 MAX_SESSIONS = 100_000
+#: Replicas that `repr` names.
+SHOWN = 8
 
 
 class _Group(msgspec.Struct, eq=False):
@@ -140,6 +142,12 @@ class Router:
         #: In the order of their last requests.
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         self._groups: dict[str, _Group] = {}
+
+    def __repr__(self) -> str:
+        shown = [f"{r.name} {r.in_flight}/{r.capacity} {r.state}" for r in self.replicas[:SHOWN]]
+        if len(self.replicas) > SHOWN:
+            shown.append(f"and {len(self.replicas) - SHOWN} more")
+        return f"<Router {self._strategy}: {', '.join(shown) or 'no replicas'}>"
 
     @property
     def replicas(self) -> tuple[ReplicaState, ...]:
