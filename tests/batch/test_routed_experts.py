@@ -13,6 +13,7 @@ from rollout import Prompt, RolloutBatch, Trajectory, function_tool
 from rollout.batch import collate
 from rollout.chat import Transcript
 from rollout.config import LengthsConfig, RecoveryConfig, SchedulingConfig, SimulatedEngine
+from rollout.engine.cores.simulated.simulated_core import SimulatedCore
 from rollout.engine.cores.simulated.vocabulary import choose_expert
 from rollout.errors import ConfigError
 from rollout.testing import Scenario, tool_call
@@ -85,16 +86,14 @@ async def test_routed_experts_of_every_turn_are_in_the_tensor(rollout_clock: obj
 async def test_routed_experts_are_asked_for_once(
     monkeypatch: pytest.MonkeyPatch, rollout_clock: object
 ) -> None:
-    from rollout.engine.cores.simulated import streams
-
     asked: list[int] = []
-    real = streams.Stream.__init__
+    real = SimulatedCore.generate
 
-    def noting(self: Any, request: Any, *rest: Any) -> None:
+    def noting(self: Any, request: Any) -> Any:
         asked.append(request.routed_experts_start)
-        real(self, request, *rest)
+        return real(self, request)
 
-    monkeypatch.setattr(streams.Stream, "__init__", noting)
+    monkeypatch.setattr(SimulatedCore, "generate", noting)
     (row,) = (await generate(TWO_TURNS)).trajectories
     _, generated, *_ = row.transcript.spans
     assert asked == [0, generated.stop - 1]

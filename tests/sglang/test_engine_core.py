@@ -359,7 +359,7 @@ async def test_core_queue_that_is_full_rejects(
     core: SGLangCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = msgspec.structs.replace(core.info, max_requests=0, max_running=0)
-    monkeypatch.setattr(core._sglang, "info", full)
+    monkeypatch.setattr(core, "_info", full)
     answer = await collect(core, asked([5]))
     assert (answer.last.finish_reason, answer.last.error) == (
         "rejected",

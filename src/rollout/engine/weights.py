@@ -137,11 +137,6 @@ def stage(weights: TensorWeights) -> str:
     return str(path)
 
 
-def is_staged(path: str) -> bool:
-    """Whether `stage` made it."""
-    return Path(path).name.startswith(PREFIX)
-
-
 def unstage(path: str) -> None:
     """Remove a staged directory; an engine that has a file of it open keeps that file."""
     shutil.rmtree(path, ignore_errors=True)
@@ -172,7 +167,8 @@ def _buckets(weights: TensorWeights) -> Iterator[dict[str, Any]]:
     """Copies on the CPU, a file's worth at a time."""
     bucket: dict[str, Any] = {}
     size = 0
-    for name, tensor in _items(weights.tensors):
+    tensors: Any = weights.tensors
+    for name, tensor in tensors.items() if hasattr(tensors, "items") else tensors:
         count = tensor.numel() * tensor.element_size()
         if bucket and size + count > weights.bucket_bytes:
             yield bucket
@@ -182,8 +178,3 @@ def _buckets(weights: TensorWeights) -> Iterator[dict[str, Any]]:
         size += count
     if bucket:
         yield bucket
-
-
-def _items(tensors: Any) -> Iterator[tuple[str, Any]]:
-    named: Mapping[str, Any] | None = tensors if hasattr(tensors, "items") else None
-    return iter(named.items() if named is not None else tensors)

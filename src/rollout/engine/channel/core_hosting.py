@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -22,7 +23,7 @@ from rollout.engine.channel.messages import (
     WakeUp,
 )
 from rollout.engine.core import EngineBroken
-from rollout.engine.weights import is_staged, unstage
+from rollout.engine.weights import PREFIX, unstage
 from rollout.errors import EngineError
 from rollout.function_refs import importing
 
@@ -70,7 +71,7 @@ async def carry_out(core: Any, operation: Operation) -> str:
             device = core.info.device or "cuda"
             return await to_thread.run_sync(receive_weights, sent, device, abandon_on_cancel=True)
         case DropWeights(path):
-            if not is_staged(path):
+            if not Path(path).name.startswith(PREFIX):
                 raise EngineError(f"{path} is no directory of received weights")
             await to_thread.run_sync(unstage, path)
         case Sleep(level):

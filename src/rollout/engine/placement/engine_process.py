@@ -147,11 +147,6 @@ class EngineProcess:
             port: int = free.getsockname()[1]
             return port
 
-    def pid(self) -> int:
-        """The engine's process."""
-        assert self._process is not None
-        return self._process.pid
-
     def wait(self) -> int:
         """The exit code of the engine's process, once it has ended."""
         assert self._process is not None

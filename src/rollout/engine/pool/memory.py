@@ -79,7 +79,7 @@ class MemoryManager:
 
         SGLang forgets nothing while requests run, and under load some always do.
         """
-        await self._do_on_each(_flush_cache)
+        await self._do_on_each(lambda r, c: r.command(c, FlushCache(), interrupts=True))
 
     async def bring_up(self, replica: Replica, channel: Channel) -> None:
         """Have a replica that does not serve yet release what the others have released."""
@@ -127,10 +127,6 @@ class MemoryManager:
 async def _sleep(level: int, replica: Replica, channel: Channel) -> None:
     await replica.command(channel, Sleep(level), interrupts=True)
     replica.released |= frozenset(TAGS_OF_LEVEL[level])
-
-
-async def _flush_cache(replica: Replica, channel: Channel) -> None:
-    await replica.command(channel, FlushCache(), interrupts=True)
 
 
 async def _wake(tags: frozenset[str], replica: Replica, channel: Channel) -> None:

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     from rollout.observe.event_stream import EventStream
 
-
 #: Fields of a kind of engine that its core takes under the same names.
 _CORE_OPTIONS = {
     TransformersEngine: "dtype device threads max_running max_queued context_length",

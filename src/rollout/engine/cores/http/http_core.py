@@ -90,14 +90,13 @@ class HttpCore(BaseCore[_Reader]):
             # Of its own: generations may take all connections that they have.
             self._control = await self._open_client(CONTROL_CONNECTIONS)
             length, version = await self._wait_for_server()
+            lengths = [known for known in (length, described.context_length) if known]
+            if not lengths:
+                raise EngineError(f"{self._url}: neither the server nor the model names a context")
         except BaseException:
             with anyio.CancelScope(shield=True):  # closing connections waits for no peer
                 await self._stack.aclose()
             raise
-        lengths = [known for known in (length, described.context_length) if known]
-        if not lengths:
-            await self._stack.aclose()
-            raise EngineError(f"{self._url}: neither the server nor the model names a context")
         self._info = msgspec.structs.replace(
             described,
             context_length=min(lengths),

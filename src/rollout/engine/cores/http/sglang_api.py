@@ -47,15 +47,14 @@ class SGLangApi:
     """
 
     path = "/generate"
+    liveness_path = "/model_info"
     abort_path = "/abort_request"
     is_gathering = True
     find_fault = staticmethod(find_sampling_fault)
 
-    def __init__(self) -> None:
-        self.liveness_path = "/model_info"
-        self._is_incremental = False
-        self._is_deterministic = False
-        self._priority_sign = 0  # what a priority is multiplied by
+    _is_incremental = False
+    _is_deterministic = False
+    _priority_sign = 0  # what a priority is multiplied by
 
     async def describe(self, client: HttpClient) -> tuple[int | None, int]:
         """The context length and the weight version that the server names."""

@@ -35,8 +35,6 @@ OPTIONAL = frozenset(
         "enable_precise_embedding_interpolation",
     }
 )
-
-
 NO_MEMORY_SAVER = (
     "SGLang was started without its memory saver, and would release nothing; expected "
     "engine.server_args.enable_memory_saver = true (engine.sleep_between_batches and "

@@ -163,10 +163,6 @@ class Batcher:
             if job.sampled(self._step) > job.emitted:
                 self._emit_chunk(job)
 
-    def forget_prefixes(self) -> None:
-        """Nothing computed so far serves a request that comes later."""
-        self._kv.forget()
-
     def advance(self, now: float) -> None:
         """Let everything happen that happens up to `now`."""
         while self.next_event <= now + EPSILON_S and not self.is_dead:

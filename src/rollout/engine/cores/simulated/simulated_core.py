@@ -206,9 +206,10 @@ class SimulatedCore(BaseCore[_Request]):
         self._lost_aborts = faults.lost_aborts
         self._freeze = _Freeze(faults, 0.0)
         self._model = SimulatedModel(options)
+        self._kv = KvCache(options.kv)
         self._batcher = Batcher(
             timing=options.timing,
-            kv=KvCache(options.kv),
+            kv=self._kv,
             capacity=options.capacity,
             stream_interval=options.stream_interval,
             stream_interval_s=math.inf if stream_interval_s is None else stream_interval_s,
@@ -280,7 +281,7 @@ class SimulatedCore(BaseCore[_Request]):
     async def flush_cache(self) -> None:
         """No request that comes later finds a prefix."""
         self._advance()
-        self._batcher.forget_prefixes()
+        self._kv.forget()
 
     def load(self) -> EngineLoad:
         """What the engine is doing now."""
