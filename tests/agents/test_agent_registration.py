@@ -163,7 +163,7 @@ class Heir(Shared):
 
 
 class AroundMaze(EnvironmentAgent):
-    def action_of(self, turn: Any) -> Any:
+    def read_action(self, turn: Any) -> Any:
         return turn.content.upper()
 
 

@@ -137,7 +137,7 @@ async def test_environment_turn_that_was_cut_ends_it() -> None:
 class Subclass(EnvironmentAgent):
     """An agent that is its environment, and acts on other than the text."""
 
-    def action_of(self, turn: Any) -> Any:
+    def read_action(self, turn: Any) -> Any:
         return turn.text.encode()
 
     async def reset(self, prompt: Any) -> Any:
@@ -347,3 +347,11 @@ async def test_environment_reset_of_another_form_is_refused(first: Any) -> None:
     assert trajectory.outcome is Outcome.FAILED
     assert trajectory.cause.message.startswith("reset of the environment returned")
     assert trajectory.cause.message.endswith("and from reset also (observation, info)")
+
+
+def test_environment_agent_with_the_name_of_before_is_refused() -> None:
+    with pytest.raises(AgentError, match=r"Old: action_of is named read_action now$"):
+
+        class Old(EnvironmentAgent):
+            def action_of(self, turn: Any) -> Any:
+                return turn.content

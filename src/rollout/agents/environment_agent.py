@@ -37,7 +37,7 @@ class EnvironmentAgent(AgentLoop):
       info)``, unless both are messages, that is `Message` objects or mappings with a ``role``.
     - ``step(action) -> (observation, reward, done, info)``, or gymnasium's five values
       ``(observation, reward, terminated, truncated, info)``, of which either ends the episode: the
-      action is the text of the model's turn; see `action_of`.
+      action is the text of the model's turn; see `read_action`.
     - ``close()``, where it has one: called once at the end, whatever that is.
 
     Async methods of an environment whose attribute `backend` is "asyncio" run there on trio too.
@@ -73,7 +73,11 @@ class EnvironmentAgent(AgentLoop):
             self.is_shared = False
         self._make = environment
 
-    def action_of(self, turn: AssistantTurn) -> Any:
+    def __init_subclass__(cls) -> None:
+        if hasattr(cls, "action_of"):  # else its override would be ignored
+            raise AgentError(f"{cls.__qualname__}: action_of is named read_action now")
+
+    def read_action(self, turn: AssistantTurn) -> Any:
         """What `step` gets of a turn: its text, without reasoning. Override it for another."""
         return turn.content
 
@@ -104,7 +108,7 @@ class EnvironmentAgent(AgentLoop):
             if turn.cut_by is not None:
                 return
             with context.answering():
-                act = partial(_call, context, environment, "step", self.action_of(turn))
+                act = partial(_call, context, environment, "step", self.read_action(turn))
                 stepped = await contain(f"step of {type(environment).__name__}", act)
             observation, score, is_done, info = _read_step(stepped)
             scores.append(score)
