@@ -229,6 +229,7 @@ class Contained(Generic[T]):
         finally:
             self._body = None  # which holds this object, and so what the code returned
             self._report()
+            del self._containment.present[self]
 
     async def _call(self, function: Callable[[], Awaitable[T]]) -> None:
         try:
@@ -297,13 +298,7 @@ class Containment:
     def start(self, code: Contained[Any]) -> None:
         """Start the task of a piece of code."""
         self.present[code] = None
-        self._tasks.start_soon(self._serve, code, name=code.what)
-
-    async def _serve(self, code: Contained[Any]) -> None:
-        try:
-            await code.serve()
-        finally:
-            del self.present[code]
+        self._tasks.start_soon(code.serve, name=code.what)
 
     def describe_rest(self) -> str:
         """The code that has not ended, with the lines at which it waits."""

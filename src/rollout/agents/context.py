@@ -301,11 +301,11 @@ class AgentContext(Conversation):
         if state.user is None or not self.is_main:
             raise AgentError("ask_user: no interaction takes part in this trajectory")
         await self.settle()
-        began = state.clock()
+        began = state.limit.now()
         with self._noting_limits(), self.answering():
             messages = list(template_messages(self.messages))
             turn = await contain(USER, partial(state.user.respond, messages))
-        state.idle_since = now = state.clock()
+        state.idle_since = now = state.limit.now()
         events, number = self.services.events, self.identity.number
         if events.is_on:
             at, since = events.since_start(now), events.since_start(began)

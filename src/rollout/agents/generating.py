@@ -84,7 +84,7 @@ async def _sample(
     Returns whether to wait until the log has it.
     """
     state, is_noted, is_whole = conversation._state, False, False
-    started = state.clock()
+    started = state.limit.now()
     _emit_turn_started(conversation, started)
     conversation._turn_began = state.limit.own_time()
     limit = _open_limit(conversation)
@@ -96,7 +96,8 @@ async def _sample(
             log, prefix = state.log, conversation.transcript.prefix
             recalled_s = None if log is None else await log.recall_turn(prefix, seed, generation)
             if recalled_s is None:
-                await _ask_engines(conversation, generation, sampling, limit)
+                question = _ask(conversation, generation, sampling, limit)
+                await state.services.engines.generate(question)
             if generation.finish_reason == "abort" and (stop is None or stop.kept is None):
                 if limit.is_over:
                     raise limit.deadline.error()  # the engine kept it before we could
@@ -106,7 +107,7 @@ async def _sample(
         if recalled_s is not None:
             state.generation_s += recalled_s
         elif log is not None:
-            turn, seconds = (conversation.session_id, conversation._assistant_turns), state.clock()
+            turn, seconds = (conversation.session_id, conversation._assistant_turns), state.limit.now()
             is_noted = log.note_turn(prefix, seed, turn, generation, seconds - started)
     finally:
         generation.kept = None if stop is None else stop.kept
@@ -117,22 +118,21 @@ async def _sample(
     return is_noted
 
 
-async def _ask_engines(
+def _ask(
     conversation: Conversation, generation: Generation, sampling: SamplingParams, limit: Limit
-) -> None:
-    state, transcript = conversation._state, conversation.transcript
-    await state.services.engines.generate(
-        generation.ask(
-            session_id=conversation.session_id,
-            prompt_ids=transcript.prefix,
-            sampling=sampling,
-            priority=state.prompt.priority,
-            known_experts=transcript.routed_length,
-            group_id=conversation._group_id,
-            limit=limit,
-            trajectory=conversation._identity.number,
-            media=transcript.media,
-        )
+) -> Generation:
+    """Say what a generation is to continue."""
+    transcript = conversation.transcript
+    return generation.ask(
+        session_id=conversation.session_id,
+        prompt_ids=transcript.prefix,
+        sampling=sampling,
+        priority=conversation._state.prompt.priority,
+        known_experts=transcript.routed_length,
+        group_id=conversation._group_id,
+        limit=limit,
+        trajectory=conversation._identity.number,
+        media=transcript.media,
     )
 
 
@@ -141,7 +141,7 @@ def _append_sampled(
 ) -> bool:
     """Append and count what of a generation has arrived; return whether anything has."""
     state = conversation._state
-    now = state.idle_since = state.clock()
+    now = state.idle_since = state.limit.now()
     before = None
     if state.services.media.placeholders:
         before = state.services.media.find_placeholder(generation)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -13,7 +12,6 @@ import msgspec
 from rollout.agents.ending import Ending
 from rollout.agents.media_intake import get_content, replace_content
 from rollout.agents.rendering import Renderer
-from rollout.bridge import loop_clock
 from rollout.chat.messages import join_contents, text_of_content
 from rollout.chat.reward_values import finite_number
 from rollout.engine.core import WHOLE_ANSWERS
@@ -52,11 +50,11 @@ class TrajectoryState:
         identity: Of the trajectory.
         limit: The trajectory's own, in which all others are opened.
         log: Remembers its answers; None where nothing does.
-        clock: The loop's time.
         renderer: Where the trajectory's own tools are offered.
         user_name: Of the simulated user that takes part; None where none does.
         user: That one, from the beginning of the trajectory to its close.
         idle_since: When its last generation, or its last user's answer, ended; 0 before.
+        used_tools, used_sandbox: Those; None where nobody has asked for them yet.
         is_over: Whether its agent has ended, and its tools were closed.
         extra, reward, turn_scores, tool_rewards: As in `AgentContext`.
         ending: The outcome, where it is settled already.
@@ -81,7 +79,6 @@ class TrajectoryState:
         log: TurnLog | None = None,
     ) -> None:
         self.services, self.identity, self.limit, self.log = services, identity, limit, log
-        self.clock = loop_clock()
         self.extra: dict[str, Any] = dict(prompt.extra)
         self.reward: Any = None
         self.turn_scores: list[float] = []
@@ -102,6 +99,8 @@ class TrajectoryState:
             services.interactions.check(self.user_name)
         self.user: Interaction | None = None
         self._tool_calls, self.is_over = 0, False
+        self.used_tools: TrajectoryTools | None = None
+        self.used_sandbox: TrajectorySandbox | None = None
         names = services.tools.names
         if prompt.tools is not None or prompt.tools_kwargs or services.tools.opens_first:
             names = self.tools.names  # now, since what the prompt says of them may be wrong
@@ -128,47 +127,40 @@ class TrajectoryState:
     # Its tools and its sandbox: each is made when somebody first asks for it, as thousands of
     # trajectories wait without.
 
-    @cached_property
+    @property
     def tools(self) -> TrajectoryTools:
         """Its tools.
 
         Raises:
             ToolError: The prompt names an unknown one; not where they have been made.
         """
-        tools = self.services.tools.open_session(
-            uid=self.identity.uid,
-            member=self.identity.member,
-            names=self.services.tools.names_for(self.prompt),
-            tools_kwargs=self.prompt.tools_kwargs,
-            extra=self.extra,
-            prompt=self.prompt,
-            sandbox=self.sandbox,
-        )
-        tools.is_closed = self.is_over
-        return tools
-
-    @property
-    def used_tools(self) -> TrajectoryTools | None:
-        """The same; None where nobody has asked for them yet."""
-        return vars(self).get("tools")
+        if self.used_tools is None:
+            self.used_tools = self.services.tools.open_session(
+                uid=self.identity.uid,
+                member=self.identity.member,
+                names=self.services.tools.names_for(self.prompt),
+                tools_kwargs=self.prompt.tools_kwargs,
+                extra=self.extra,
+                prompt=self.prompt,
+                sandbox=self.sandbox,
+            )
+            self.used_tools.is_closed = self.is_over
+        return self.used_tools
 
     def find_idle_since(self) -> float:
         """When the last generation, call or answer of a user ended, on the loop's clock."""
         tools = self.used_tools
         return max(self.idle_since, 0.0 if tools is None else tools.idle_since)
 
-    @cached_property
+    @property
     def sandbox(self) -> TrajectorySandbox:
         """Its sandbox, which is opened when it is first used."""
-        services = self.services
-        spec = services.sandboxes.spec_for(self.prompt.extra)
-        cleanup_s = services.config.limits.cleanup_s
-        return TrajectorySandbox(services.sandboxes, spec, cleanup_s=cleanup_s)
-
-    @property
-    def used_sandbox(self) -> TrajectorySandbox | None:
-        """The same; None where nobody has asked for it yet."""
-        return vars(self).get("sandbox")
+        if self.used_sandbox is None:
+            services = self.services
+            spec = services.sandboxes.spec_for(self.prompt.extra)
+            cleanup_s = services.config.limits.cleanup_s
+            self.used_sandbox = TrajectorySandbox(services.sandboxes, spec, cleanup_s=cleanup_s)
+        return self.used_sandbox
 
     def _limit_carry(self, since: float) -> Deadline:
         """By when it is to be continued, where it is carried since that time."""
