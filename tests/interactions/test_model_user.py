@@ -127,9 +127,18 @@ async def test_persona_with_a_field_that_the_prompt_lacks_is_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({"max_turns": 0}, "max_turns = 0, max_tries = 3, timeout_s = 60.0: expected at least 1"),
-        ({"max_tries": 0}, "max_turns = 8, max_tries = 0, timeout_s = 60.0: expected at least 1"),
-        ({"timeout_s": -1}, "max_turns = 8, max_tries = 3, timeout_s = -1: expected at least 1"),
+        (
+            {"max_turns": 0},
+            "max_turns = 0, max_tries = 3, timeout_s = 60.0: expected at least 1, 1 and > 0",
+        ),
+        (
+            {"max_tries": 0},
+            "max_turns = 8, max_tries = 0, timeout_s = 60.0: expected at least 1, 1 and > 0",
+        ),
+        (
+            {"timeout_s": -1},
+            "max_turns = 8, max_tries = 3, timeout_s = -1: expected at least 1, 1 and > 0",
+        ),
         ({"base_url": 5}, "base_url = 5: expected an http or https URL"),
         (
             {"base_url": "localhost:8000"},

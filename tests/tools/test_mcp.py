@@ -188,7 +188,7 @@ async def test_trajectories_are_spread_over_connections_and_stay(threads: Any) -
             SERVER,
             {"tools": ["buy", "nap"]},
             f"MCP server {' '.join(SERVER)!r} has no tool 'buy'; it has 'much', 'nap', 'count', "
-            "'process'",
+            "'process', 'look_up'",
         ),
         (
             ["/nowhere"],

@@ -107,8 +107,11 @@ async def _sample(
         if recalled_s is not None:
             state.generation_s += recalled_s
         elif log is not None:
-            turn, seconds = (conversation.session_id, conversation._assistant_turns), state.limit.now()
-            is_noted = log.note_turn(prefix, seed, turn, generation, seconds - started)
+            turn, ended = (
+                (conversation.session_id, conversation._assistant_turns),
+                state.limit.now(),
+            )
+            is_noted = log.note_turn(prefix, seed, turn, generation, ended - started)
     finally:
         generation.kept = None if stop is None else stop.kept
         has_begun = _append_sampled(conversation, generation, limit, started, seed)
