@@ -48,27 +48,21 @@ _STRANGE = tuple("\x00\x1b\u200b\u200d\ufeff\ufffd\uffff\U0010ffff\u0338")
 def make_plain_codec(backend: Any, specials: Iterable[str]) -> tuple[Encode, Decode]:
     """What encodes texts in which none of `specials` is recognised, and what decodes ids.
 
-    All other added tokens are recognised. `backend` is a `tokenizers.Tokenizer`.
+    All other added tokens are recognised. `backend` is a `tokenizers.Tokenizer`. The decoder of
+    `fastokens` raises where it does not know an id.
     """
     plain = make_plain_tokenizer(backend, specials)
     exact = make_encoder(plain)
-    exact_text: Decode = partial(plain.decode, skip_special_tokens=False)
     fast = _open_fastokens(plain)
     if fast is None:
-        return exact, exact_text
-    fast_encode, fast_text = fast
+        return exact, partial(plain.decode, skip_special_tokens=False)
+    fast_encode, decode = fast
 
     def encode(text: str) -> bytes:
         try:
             return fast_encode(text)
         except Exception:  # half of a character, or a limit of its regular expressions
             return exact(text)
-
-    def decode(ids: list[int]) -> str:
-        try:
-            return fast_text(ids)
-        except Exception:  # it does not know an id
-            return exact_text(ids)
 
     return encode, decode
 
