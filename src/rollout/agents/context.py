@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rollout.agents.services import Services, TrajectoryGateway
     from rollout.agents.turn import AssistantTurn, StopStrings
     from rollout.chat.drift import Drift
+    from rollout.config import AgentConfig
     from rollout.engine.core import SamplingParams
     from rollout.interactions import InteractionTurn
     from rollout.limits import Deadline
@@ -57,6 +58,11 @@ class AgentContext(Conversation):
     def services(self) -> Services:
         """What all trajectories of the runtime share."""
         return self._state.services
+
+    @property
+    def config(self) -> AgentConfig:
+        """The `agent` section of the configuration."""
+        return self._state.config
 
     @property
     def prompt(self) -> Prompt:

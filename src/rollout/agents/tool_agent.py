@@ -88,7 +88,7 @@ register_agent("tool_agent")(ToolAgent())
 
 def has_reached_turn_limit(context: AgentContext) -> bool:
     """Settle the outcome where the turns are used up and the model wanted to continue."""
-    config = context.state.config
+    config = context.config
     counts = (
         (context.state.generations, config.max_assistant_turns, "agent.max_assistant_turns"),
         (context.user_turns, config.max_user_turns, "agent.max_user_turns"),
@@ -156,10 +156,10 @@ class CompactingAgent(ToolAgent):
             await self._compact(context, in_words)
 
     def _may_compact(self, context: AgentContext) -> bool:
-        return self._compactions < context.state.config.max_compactions
+        return self._compactions < context.config.max_compactions
 
     def _keep_room(self, context: AgentContext) -> None:
-        context.keep_room(context.state.config.compaction_room if self._may_compact(context) else 0)
+        context.keep_room(context.config.compaction_room if self._may_compact(context) else 0)
 
     def _check(self, context: AgentContext, error: LimitExceeded) -> None:
         """Return where a summary helps."""
@@ -172,7 +172,7 @@ class CompactingAgent(ToolAgent):
         Raises:
             LimitExceeded: There is no room for that either.
         """
-        config = context.state.config
+        config = context.config
         context.keep_room(0)
         self._compactions += 1
         context.observe([Message(role="user", content=config.compaction_prompt)])

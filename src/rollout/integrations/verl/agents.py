@@ -38,7 +38,7 @@ class VerlToolAgent(ToolAgent):
         """Run a turn's calls and append their answers."""
         conversation, row = context, row_of(context)
         results = await conversation.run_tools(turn.calls)
-        ran = results[: context.state.config.max_parallel_calls]
+        ran = results[: context.config.max_parallel_calls]
         row.tool_rewards += [each.reward or 0.0 for each in ran]
         await conversation.answer([answer(c, r) for c, r in zip(turn.calls, results, strict=True)])
         return results
