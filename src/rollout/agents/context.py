@@ -62,7 +62,7 @@ class AgentContext(Conversation):
     @property
     def config(self) -> AgentConfig:
         """The `agent` section of the configuration."""
-        return self._state.config
+        return self._state.services.config.agent
 
     @property
     def prompt(self) -> Prompt:

@@ -56,7 +56,7 @@ class Conversation:
         identity: Identity | None = None,
         renderer: Renderer | None = None,
     ) -> None:
-        self.history: str = state.config.history
+        self.history: str = state.services.config.agent.history
         self.on_tokens: list[Callable[[Generation], object]] = []
         self._state, self._sampling, self._group_id = state, sampling, group_id
         self._renderer = renderer or state.renderer

@@ -45,7 +45,7 @@ class TrajectoryState:
     """The part of a trajectory that each of its conversations uses.
 
     Attributes:
-        services, config: What all trajectories share; its section `agent`.
+        services: What all trajectories share.
         prompt: What it started from, with its uid.
         identity: Of the trajectory.
         limit: The trajectory's own, in which all others are opened.
@@ -89,12 +89,12 @@ class TrajectoryState:
         self.pinned_calls = 0
         self.restarts: list[str] = []
         self.generation_s = self.idle_since = 0.0
-        self.config = services.config.agent
         self.prompt = name_prompt(prompt, identity.uid)
         kwargs = prompt.extra.get("interaction_kwargs")
         # As keys of `tools_kwargs`: those that hold None may be of other users, or Arrow's.
         self._user_kwargs = without_null_keys(kwargs) if isinstance(kwargs, Mapping) else {}
-        self.user_name: str | None = self._user_kwargs.get("name") or self.config.interaction
+        named: str | None = self._user_kwargs.get("name")
+        self.user_name = named or services.config.agent.interaction
         if self.user_name is not None:
             services.interactions.check(self.user_name)
         self.user: Interaction | None = None
@@ -227,13 +227,13 @@ class TrajectoryState:
 
     def check_turns(self) -> None:
         """Let another generation begin, within `agent.max_assistant_turns`."""
-        most = self.config.max_assistant_turns
+        most = self.services.config.agent.max_assistant_turns
         if most is not None and self.generations >= most:
             raise _exceed("max_assistant_turns", f"{most} is reached", "turns")
 
     def count_calls(self, count: int) -> None:
         """The model asks for so many calls more, within `agent.max_tool_calls`."""
-        most = self.config.max_tool_calls
+        most = self.services.config.agent.max_tool_calls
         self._tool_calls += count
         if most is not None and self._tool_calls > most:
             fact = f"{most}: the model asked for {self._tool_calls}"
@@ -245,13 +245,13 @@ class TrajectoryState:
         Within `agent.max_consecutive_errors`, and within `agent.max_consecutive_invalid_calls`
         those that could not be run.
         """
-        most = self.config.max_consecutive_invalid_calls
+        most = self.services.config.agent.max_consecutive_invalid_calls
         if most is not None and self.tools.invalid_in_a_row >= most:
             fact = f"{most} is reached"
             raise _exceed("max_consecutive_invalid_calls", fact, "invalid_calls")
         for result in results:
             errors_in_a_row = errors_in_a_row + 1 if result.is_error else 0
-        most = self.config.max_consecutive_errors
+        most = self.services.config.agent.max_consecutive_errors
         if most is not None and errors_in_a_row >= most:
             raise _exceed("max_consecutive_errors", f"{most} is reached", "errors")
         return errors_in_a_row
