@@ -49,6 +49,16 @@ def test_journal_with_one_wrong_bit_is_refused_with_the_byte_and_stays_as_it_is(
     assert run(config_of(bad), GIVEN, resume=True).statistics is not None
 
 
+def test_journal_without_its_header_is_refused_with_the_byte(path: Path) -> None:
+    data, starts = path.read_bytes(), [start for start, _ in frames_in(path)]
+    path.write_bytes(data[: starts[0]] + data[starts[1] :])
+    fault = f"the record at byte {starts[0]}: expected the header first, and once"
+    with pytest.raises(ConfigError, match=fault):
+        run(config_of(path), GIVEN, resume=True)
+    with pytest.raises(JournalError, match=fault):
+        rollout.load_trajectories(path)
+
+
 def test_journal_whose_last_record_has_a_wrong_bit_has_a_torn_tail(path: Path) -> None:
     start, stop = frames_in(path)[-1][0], record_ends(path)[-1]
     index = read_journal(flipped(path, stop - 1))

@@ -224,7 +224,10 @@ def read_journal(path: Path) -> JournalIndex:
             break
         span = Span(start + HEAD.size, len(payload))
         try:
-            index.add(span, decode_record(payload))
+            record = decode_record(payload)
+            if isinstance(record, kinds.Header) is not (index.header is None):
+                raise LookupError("expected the header first, and once")
+            index.add(span, record)
         except (msgspec.MsgspecError, LookupError) as error:
             raise JournalError(f"{path}: the record at byte {start}: {error}") from error
         index.size = span.start + span.size
@@ -245,8 +248,6 @@ def read_finished(path: Path, known: Container[Key] = ()) -> dict[Key, Trajector
     """
     index = read_journal(path)
     index.warn_of_tail("left out")
-    if index.header is None:
-        return {}
     find_prompt = cache(index.read_prompt)
     found: dict[Key, Trajectory] = {}
     for key, recorded in index.trajectories.items():
