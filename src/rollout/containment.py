@@ -176,7 +176,8 @@ class Contained(Generic[T]):
         try:
             await reported.wait()
         except BaseException as error:
-            self.cancel()
+            if not reported.is_set():  # else it has ended, or paused: it goes on uncancelled
+                self.cancel()
             if isinstance(error, GeneratorExit | _Stopped):
                 raise
             with anyio.CancelScope(shield=True):

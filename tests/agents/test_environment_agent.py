@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import anyio
 import numpy as np
@@ -355,3 +355,12 @@ def test_environment_agent_with_the_name_of_before_is_refused() -> None:
         class Old(EnvironmentAgent):
             def action_of(self, turn: Any) -> Any:
                 return turn.content
+
+
+def test_environment_agent_may_be_generic() -> None:
+    State = TypeVar("State")
+
+    class Own(EnvironmentAgent, Generic[State]):
+        """Has a type of state."""
+
+    assert Own[int].__origin__ is Own  # type: ignore[attr-defined]

@@ -481,6 +481,19 @@ async def test_trajectories_have_a_server_each_and_leave_none() -> None:
 
 
 @pytest.mark.anyio
+async def test_server_of_a_trajectory_that_lingers_harms_nobody(tmp_path: Path) -> None:
+    script = tmp_path / "lingers.sh"
+    script.write_text(f'trap "" TERM\n{" ".join(SERVER)}\nexec 1>&-\nsleep 60\n')
+    scenario = Scenario(seed=1).reply("go", said_call("count")).then("Done.")
+    config = scenario.config(limits=LimitsConfig(cleanup_s=0.3))
+    provider = connect_mcp(["sh", str(script)], per_trajectory=True)
+    async with rollout.open_rollout(config, tools=[provider]) as runtime:
+        (found,) = (await runtime.generate([GO])).trajectories
+    assert servers() == []
+    assert (found.outcome, read_answers(found)) == (Outcome.COMPLETED, ["1"])
+
+
+@pytest.mark.anyio
 async def test_trajectory_that_is_cancelled_leaves_no_server_of_its_own() -> None:
     scenario = Scenario(seed=1).reply("go", said_call("nap", seconds=60)).then("Done.")
     config = scenario.config(limits=LimitsConfig(cleanup_s=60))

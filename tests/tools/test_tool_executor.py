@@ -858,3 +858,81 @@ async def test_run_on_both_backends_answers_alike(executor: Open) -> None:
     assert log == ["a.open", "a.execute", "a.close"]
     with pytest.raises(LimitExceeded, match=r"^limits\.turn_s = 0.02 s is over$"):
         await opened(executor(forever)).run([call("forever")], limit=turn(0.02))
+
+
+@pytest.mark.anyio
+async def test_run_arguments_that_json_cannot_hold_are_an_error_result(executor: Open) -> None:
+    tools = opened(executor(Recording("t", [])))
+    (result,) = await run(tools, call("t", a=object()))
+    assert result.is_error
+    assert result.text.startswith("invalid arguments for 't': ValueError: ")
+    await tools.close()
+
+
+FREE = {"type": "object", "properties": {"a": {"type": "string"}, "s": {"type": "number"}}}
+
+
+class Recording(Tool):
+    """Takes anything; tells when its session is closed, and answers what it has where it is cut."""
+
+    def __init__(self, name: str, log: list[str], open_s: float = 0.0) -> None:
+        self.name, self._log, self._open_s = name, log, open_s
+        self.schema = {"type": "function", "function": {"name": name, "parameters": FREE}}
+
+    async def open(self, context: ToolContext) -> ToolSession:
+        await anyio.sleep(self._open_s)
+        return RecordingSession(self._log)
+
+
+class RecordingSession(ToolSession):
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    async def execute(self, call: ToolCall) -> Any:
+        try:
+            await anyio.sleep(call.arguments.get("s", 0))
+        except BaseException:
+            return "partial"
+        return ToolResult("whole", is_error=0, metrics={5: 1.0})  # type: ignore[arg-type, dict-item]
+
+    async def close(self) -> None:
+        await anyio.sleep(0.1)
+        self._log.append("closed")
+
+
+@pytest.mark.anyio
+async def test_run_answer_at_the_turns_deadline_is_the_same_at_every_use(executor: Open) -> None:
+    tools = opened(executor(Recording("t", [])))
+    for _ in range(2):
+        assert await run(tools, call("t", s=9), turn_s=1) == [ToolResult("partial")]
+    (result,) = await run(tools, call("t"))
+    assert (result.is_error, result.metrics) == (False, {"5": 1.0})
+    await tools.close()
+
+
+@pytest.mark.anyio
+async def test_session_opened_before_a_cancellation_in_the_same_tick_is_closed_whole(
+    executor: Open,
+) -> None:
+    log: list[str] = []
+    opens = anyio.Event()
+
+    class Late(Recording):
+        async def open(self, context: ToolContext) -> ToolSession:
+            await opens.wait()
+            log.append("opened")
+            return RecordingSession(log)
+
+    async with open_containment(5.0), anyio.create_task_group() as tasks:
+        tools = opened(executor(Late("t", log)))
+        with anyio.CancelScope() as scope:
+
+            async def end() -> None:
+                await anyio.sleep(1)
+                opens.set()
+                scope.cancel()
+
+            tasks.start_soon(end)
+            await run(tools, call("t", s=9))
+        await tools.close()
+    assert log == ["opened", "closed"]

@@ -73,7 +73,8 @@ class EnvironmentAgent(AgentLoop):
             self.is_shared = False
         self._make = environment
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
         if hasattr(cls, "action_of"):  # else its override would be ignored
             raise AgentError(f"{cls.__qualname__}: action_of is named read_action now")
 

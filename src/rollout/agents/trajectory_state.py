@@ -93,8 +93,7 @@ class TrajectoryState:
         kwargs = prompt.extra.get("interaction_kwargs")
         # As keys of `tools_kwargs`: those that hold None may be of other users, or Arrow's.
         self._user_kwargs = without_null_keys(kwargs) if isinstance(kwargs, Mapping) else {}
-        named: str | None = self._user_kwargs.get("name")
-        self.user_name = named or services.config.agent.interaction
+        self.user_name = self._user_kwargs.get("name") or services.config.agent.interaction
         if self.user_name is not None:
             services.interactions.check(self.user_name)
         self.user: Interaction | None = None

@@ -311,23 +311,14 @@ class TrajectoryTools:
         if self.is_closed:
             raise ToolError("the tools of this trajectory are closed")
         turn = self._check_calls(calls, offered, events)
-        waits = any(self._may_wait(each.tool) for each in turn if each.result is None)
-        with limit.open(None, "") if waits else nullcontext():
-            await self._open_used(turn, limit)
-            await self._run_together([each for each in turn if each.result is None], limit)
+        await self._open_used(turn, limit)
+        await self._run_together([each for each in turn if each.result is None], limit)
         bound, side = self._executor._max_length, self._executor._side
         return [
             replace(result, text=encodable(truncate_text(result.text, bound, side)))
             for result in (each.result for each in turn)
             if result is not None
         ]
-
-    def _may_wait(self, name: str) -> bool:
-        """Whether a call of this tool may wait: for the tool, for another call or for a slot."""
-        gate, session = self._gates[name], self._opened.get(name)
-        if isinstance(gate.tool, FunctionTool):
-            return gate.has_queue
-        return session is None or session.serial is not None or gate.has_queue
 
     def recall(
         self,
@@ -412,14 +403,16 @@ class TrajectoryTools:
         key = call.call.arguments, self._kwargs.get(call.tool)
         what = f"tool {call.tool!r} of trajectory {self._context.uid}/{self._context.member}"
         serial = session.serial
-        async with nullcontext() if serial is None else self._locks[id(serial)]:
-            call.began = self._clock()
-            self._running[call] = None
-            call.emit_started()
-            try:
-                call.result = await self._gates[call.tool].answer(execute, key, turn, what)
-            finally:
-                self._end_call(call)
+        waits = serial is not None or self._gates[call.tool].has_queue
+        with turn.open(None, "") if waits else nullcontext():
+            async with nullcontext() if serial is None else self._locks[id(serial)]:
+                call.began = self._clock()
+                self._running[call] = None
+                call.emit_started()
+                try:
+                    call.result = await self._gates[call.tool].answer(execute, key, turn, what)
+                finally:
+                    self._end_call(call)
 
     # Figures.
 
@@ -499,19 +492,21 @@ class TrajectoryTools:
             if isinstance(tool, FunctionTool):  # which has nothing to wait for
                 self._opened[name] = tool.open_session(context)
                 return
-            async with self._locks[id(self)]:
-                if name in self._opened:  # another conversation has opened it
-                    return
-                limit, what = outer.open(tool_s, "limits.tool_s"), f"open of tool {name!r}"
-                containment = current_containment()  # None outside of a runtime
-                code = None if containment is None else Contained[None](containment, what, what)
-                open_session = partial(self._open_session, tool, context, limit, code)
-                await attempt(open_session, limit=limit, what=what, code=code)
+            with outer.open(None, ""):
+                async with self._locks[id(self)]:
+                    if name not in self._opened:  # another conversation may have opened it
+                        await self._start(tool, context, outer.open(tool_s, "limits.tool_s"))
         except LimitExceeded:
             raise
         except Exception as error:
             cause = error.__cause__ if isinstance(error, ToolError) else error
             raise ToolError(f"could not open {name!r}: {error}") from cause
+
+    async def _start(self, tool: Tool, context: ToolContext, limit: Limit) -> None:
+        what, containment = f"open of tool {tool.name!r}", current_containment()
+        code = None if containment is None else Contained[None](containment, what, what)
+        open_session = partial(self._open_session, tool, context, limit, code)
+        await attempt(open_session, limit=limit, what=what, code=code)
 
     async def _open_session(
         self, tool: Tool, context: ToolContext, limit: Limit, code: Contained[None] | None

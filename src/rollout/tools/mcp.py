@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import anyio
@@ -17,6 +18,7 @@ import msgspec
 from rollout.config.checks import Count, Positive, Rule, is_http_url
 from rollout.errors import ToolError
 from rollout.lazy import import_extra
+from rollout.scopes import open_task_group
 from rollout.tools.results import ToolResult, read_parts
 from rollout.tools.schemas import quote_all
 from rollout.tools.tool import Tool, ToolContext, ToolSession, check_options
@@ -94,7 +96,7 @@ async def connect_mcp(
         options = label, open_transport, start_timeout_s, ping_s
         return sdk.keep_up([sdk.Connection(*options) for _ in range(connections)])
 
-    async with AsyncExitStack() as stack:
+    async with open_task_group() as tasks, AsyncExitStack() as stack:
         shared: list[Connection] = await stack.enter_async_context(connect())
         offered = {tool.name: tool for tool in shared[0].tools}
         if unknown := [name for name in tools or () if name not in offered]:
@@ -103,8 +105,9 @@ async def connect_mcp(
         if per_trajectory:
             await stack.aclose()
             shared.clear()
+        hold = partial(tasks.start, _hold, connect)
         ring, wanted = itertools.cycle(shared), offered if tools is None else tools
-        yield [_McpTool(offered[name], prefix, ring, connect) for name in wanted]
+        yield [_McpTool(offered[name], prefix, ring, hold) for name in wanted]
 
 
 class _McpTool(Tool):
@@ -130,16 +133,25 @@ class _McpTool(Tool):
         if (connection := context.state.get(key) or next(self._ring, None)) is not None:
             context.state[key] = connection
             return _McpSession(connection, self.their_name)
-        stack = AsyncExitStack()
-        (context.state[key],) = await stack.enter_async_context(self._connect())
-        return _OwningSession(context.state[key], self.their_name, stack)
+        context.state[key], *held = await self._connect()
+        return _OwningSession(context.state[key], self.their_name, *held)
+
+
+async def _hold(connect: Callable[[], Any], *, task_status: Any) -> None:
+    """Keep up a trajectory's own connection until its scope is cancelled; then set the event."""
+    ended = anyio.Event()
+    try:
+        with anyio.CancelScope() as scope:
+            async with connect() as (connection,):
+                task_status.started((connection, scope, ended))
+                await anyio.sleep_forever()
+    finally:
+        ended.set()
 
 
 class _McpSession(ToolSession):
-    def __init__(
-        self, connection: Connection, name: str, stack: AsyncExitStack | None = None
-    ) -> None:
-        self._connection, self._name, self._stack = connection, name, stack
+    def __init__(self, connection: Connection, name: str, *held: Any) -> None:
+        self._connection, self._name, self._held = connection, name, held
 
     async def execute(self, call: ToolCall) -> ToolResult:
         return _make_result(await self._connection.call(self._name, dict(call.arguments)))
@@ -149,8 +161,9 @@ class _OwningSession(_McpSession):
     """Of the tool that a trajectory opened first, and closes last: the connection ends with it."""
 
     async def close(self) -> None:
-        assert self._stack is not None
-        await self._stack.aclose()
+        scope, ended = self._held
+        scope.cancel()
+        await ended.wait()  # a server that lingers is left to `connect_mcp`
 
 
 def _make_result(answer: Any) -> ToolResult:

@@ -161,7 +161,12 @@ def check_result(result: ToolResult) -> ToolResult:
         if not is_right:
             return error_result(f"the tool returned {name} {value!r:.80}; expected {expected}")
     return msgspec.structs.replace(
-        result, reward=reward, metrics=dict(result.metrics), extra=dict(result.extra)
+        result,
+        reward=reward,
+        is_error=bool(result.is_error),
+        end_trajectory=bool(result.end_trajectory),
+        metrics={str(name): value for name, value in result.metrics.items()},
+        extra={str(name): value for name, value in result.extra.items()},
     )
 
 

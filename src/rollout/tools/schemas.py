@@ -55,11 +55,14 @@ class SchemaCheck:
             text = f"{arguments!r:.80} is no object of arguments"
             raise ToolError(f"invalid arguments for {self._tool!r}: {text}")
         found = {name: value for name, value in arguments.items() if name not in fixed}
-        faults = [
-            self._describe(error)
-            for error in self._validator.iter_errors(found)
-            if error.instance_path or getattr(error.kind, "property", None) not in fixed
-        ]
+        try:
+            faults = [
+                self._describe(error)
+                for error in self._validator.iter_errors(found)
+                if error.instance_path or getattr(error.kind, "property", None) not in fixed
+            ]
+        except (TypeError, ValueError) as error:  # what JSON cannot hold
+            faults = [f"{type(error).__name__}: {error!s:.200}"]
         if faults:
             text = "; ".join(dict.fromkeys(faults))
             raise ToolError(f"invalid arguments for {self._tool!r}: {text}")
