@@ -256,6 +256,7 @@ class RolloutRuntime:
                 async with self._sleep.awake(), call.running():
                     while (group := await stream.take()) is not None:
                         found.append(group)
+                stream.note_accepted(found)
                 found.sort(key=lambda group: group.number)
                 rows = number_rows([each.result for each in found if each.result is not None])
                 error, metrics = call.find_error(len(found)), stream.metrics()

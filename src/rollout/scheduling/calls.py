@@ -75,6 +75,7 @@ class Call:
         has_ended: Set once only carried members are left of it.
         is_closed: Whether it was ended because the runtime is being closed.
         is_replayed: It returned in an earlier process: what it delivered then is all it has.
+        had: Groups that it delivered in earlier processes; until `is_awaited` it pulls no others.
     """
 
     def __init__(
@@ -110,6 +111,8 @@ class Call:
         self._judging = 0
         self._rewards: dict[MemberGroup, anyio.CancelScope] = {}
         self.has_ended = anyio.Event()
+        self.had = self._before.count_delivered()
+        self.is_awaited = not self.had
 
     # Its life.
 
@@ -190,27 +193,27 @@ class Call:
         open_groups = tuple(self.groups.open)
         left = self.groups.take_leftovers(may_carry=not self.is_closed)
         cancel_members(left.surplus, SURPLUS if self.outbox is None else LOST)
-        if self.outbox is None:
-            await self._carry(left)
+        rest = await self._carry(left) if self.outbox is None else []
         while any(member.group.call is self for member in self.scheduler.live):
             await self.scheduler.wait_change()
-        if self.outbox is None:
-            self.scheduler.queue.keep(each for each in left.groups if not each.is_carried)
-        else:
+        self.scheduler.queue.keep(rest)
+        if self.outbox is not None:
             self._tell_rewarded([each for group in open_groups for each in group.ended])
             self.scheduler.count_lost(self.outbox.members)
             self.outbox.send.close()
         self._bad.log()
 
-    async def _carry(self, left: Leftovers) -> None:
-        """Leave groups to the next call; those that run at once, while others clean up."""
+    async def _carry(self, left: Leftovers) -> list[MemberGroup]:
+        """Leave groups that run to the next call, at once; return the others."""
         for group in left.groups:
             if not group.is_complete:  # else its members end in this call, which waits
                 group.call = None
         await self.scheduler.carry(left.carried)
         for member in left.carried:  # their requests were cut off, so that all tokens are here
             self.selection.note_cut_off(member.tokens)
-        self.scheduler.queue.keep(each for each in left.groups if each.is_carried)
+        carried = [each for each in left.groups if each.is_carried]
+        self.scheduler.queue.keep(carried)
+        return [each for each in left.groups if each not in carried]
 
     # What others see and do.
 
@@ -265,8 +268,7 @@ class Call:
     def _list_unrewarded(self) -> list[Member]:
         """Members that have ended, and whose group is still to get its reward."""
         groups = [group for group in self.groups.open if self._wants_reward(group, group.ended)]
-        ended = (each for group in groups for each in group.ended)
-        return [each.member for each in ended if each.trajectory.trainable]
+        return [e.member for group in groups for e in group.ended if e.trajectory.trainable]
 
     def _wants_reward(self, group: MemberGroup, ended: Sequence[Ended]) -> bool:
         """Whether `group_reward` is still to be called for these members."""
@@ -344,10 +346,10 @@ class Call:
             self._fail(error)
         if not self.groups.wants_group or source.is_pulling:
             return
-        if source.is_over or self.is_replayed:
+        if source.is_over or (self.is_replayed and not self.groups.open):
             self.groups.stop_pulling()
             self.scheduler.change()
-        elif self.scheduler.has_free_slot:
+        elif self.scheduler.has_free_slot and self.is_awaited and not self.is_replayed:
             source.ask(self.step)
 
     def _begin(self, member: Member) -> None:
@@ -476,8 +478,8 @@ class Call:
         try:
             if self.groups.is_to_drop(group):
                 self._log.note_dropped(group)
-                is_replaced = self.groups.wanted.on_group_deadline == "refill"
-                verdict = "replaced" if is_replaced else "dropped"
+                policy = self.groups.wanted.on_group_deadline
+                verdict = "replaced" if policy == "refill" else "dropped"
                 self.groups.settle(group, verdict, f"{group.uid!r} met group_s")
                 emit_group_ended(self._events, wanted, "dropped")
             elif not await self._reward(group, wanted):
@@ -538,6 +540,7 @@ class Call:
         if is_accepted:
             self.groups.settle(group, "accepted")
         else:
+            self.is_replayed = False
             self._log.note_dropped(group)
             self.groups.settle(group, "refused", describe_refusal(result, self._accept))
 
@@ -571,8 +574,7 @@ class Call:
         await self.has_ended.wait()
         if not self.has_crashed:
             await self.outbox.wait_until_written(self.outbox.members)
-        error = self.find_error()
-        if error is not None:
+        if (error := self.find_error()) is not None:
             raise error
 
     def find_error(self, found: int = 0) -> BaseException | None:

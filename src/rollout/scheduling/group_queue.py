@@ -7,9 +7,8 @@ that comes late is for the next call, and none is lost.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from itertools import islice
+import math
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
@@ -188,10 +187,9 @@ class PromptSource:
     async def _pull(self) -> None:
         """Pull one prompt."""
         try:
-            prompt = await self._next()
-            if prompt is _END:
-                self.is_over = True
-            else:
+            prompt, is_last = await self._next()
+            self.is_over = self.is_over or is_last
+            if prompt is not _END:
                 self.count += 1
                 self._queue.read(prompt, self)
         except BaseException as error:  # loaders in other languages raise what is no Exception
@@ -207,28 +205,36 @@ class PromptSource:
             self.is_pulling = False
             self._queue.scheduler.change()
 
-    async def _next(self) -> Any:
-        """Return one prompt, or `_END`."""
+    async def _next(self) -> tuple[Any, bool]:
+        """Return one prompt, or `_END`, and whether it is known to be the last."""
         if self._is_async:
             self._iterator = aiter(self.data) if self._iterator is None else self._iterator
-            return await anext(self._iterator, _END)
+            prompt = await anext(self._iterator, _END)
+            return prompt, prompt is _END
         # A list cannot block; and time would run away from a thread where it is virtual.
         if type(self.data) in (list, tuple) or not may_leave_loop():
             return self._next_sync()
         return await self._queue.threads.run_beside(WHAT, self._next_sync, patience_s=0.0)
 
-    def _next_sync(self) -> Any:
+    def _next_sync(self) -> tuple[Any, bool]:
         if self._iterator is None:
-            self._iterator = self._iterate()
-        return next(self._iterator, _END)
+            if self._length() == 0:
+                return _END, True
+            self._iterator = iter(self.data)
+        prompt = next(self._iterator, _END)
+        return prompt, prompt is _END or self.count + 1 >= self._length()
 
-    def _iterate(self) -> Iterator[Prompt]:
-        """Iterate over the data; what has items by number may give some past its length."""
-        length = None
-        if isinstance(self.data, Sequence) or not isinstance(self.data, Iterable):
-            with suppress(Exception):  # a dataset that has none, or cannot say
-                length = len(self.data)
-        return islice(iter(self.data), length)
+    def _length(self) -> float:
+        """How many prompts it has, where it is a sequence or a dataset with a length; else inf.
+
+        Such a dataset may give items beyond that too.
+        """
+        if isinstance(self.data, Iterable) and not isinstance(self.data, Sequence):
+            return math.inf
+        try:
+            return len(self.data)
+        except Exception:  # a dataset that has none, or cannot say
+            return math.inf
 
     # The task of an async source pulls whenever that is wanted, and closes the source: what an
     # async generator has open where it yields, such as a task group that prefetches, belongs to the

@@ -35,6 +35,7 @@ class GroupStream(AsyncIterator[Group]):
         group, call = await self.take(), self._call
         if group is not None:
             await self.record([group])
+            self.note_accepted([group])
             return group.result
         if call.failure is not None:
             raise call.failure
@@ -67,6 +68,10 @@ class GroupStream(AsyncIterator[Group]):
         while (group := self._groups.take()) is None:
             if self._call.failure is not None or self._groups.is_complete:
                 return None
+            had = self._groups.consumed + self._groups.counts["refused"]
+            if not self._call.is_awaited and had >= self._call.had:
+                self._call.is_awaited = True
+                self._scheduler.change()
             with anyio.CancelScope(deadline=hint_at) as scope:
                 await self._scheduler.wait_change()
             if scope.cancelled_caught:
@@ -74,8 +79,6 @@ class GroupStream(AsyncIterator[Group]):
                 if self._groups.waits_for:
                     self._scheduler.tally.hint("update_weights", self._groups.waits_for)
         self._scheduler.change()
-        assert group.result is not None
-        self._call.selection.note_accepted(group.result.trajectories)
         return group
 
     async def record(self, groups: Sequence[MemberGroup], missing: int = 0) -> JournalError | None:
@@ -106,6 +109,12 @@ class GroupStream(AsyncIterator[Group]):
         else:
             self._groups.take_back(groups)
         self._scheduler.change()
+
+    def note_accepted(self, groups: Sequence[MemberGroup]) -> None:
+        """Count what the caller gets."""
+        for group in groups:
+            if group.result is not None:
+                self._call.selection.note_accepted(group.result.trajectories)
 
     def note_source_end(self) -> None:
         """Forget a source that is over, as the caller learns now; named again, it begins again."""

@@ -36,8 +36,12 @@ class RecordedCall(NamedTuple):
         Args:
             wanted: None: as many as are asked for.
         """
-        delivered = sum(group.delivered_in is not None for group in self.groups)
-        return self.missing is not None or (wanted is not None and delivered >= wanted)
+        has_all = wanted is not None and self.count_delivered() >= wanted
+        return self.missing is not None or has_all
+
+    def count_delivered(self) -> int:
+        """How many groups it delivered."""
+        return sum(group.delivered_in is not None for group in self.groups)
 
 
 class RunLog:
