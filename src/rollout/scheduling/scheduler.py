@@ -128,6 +128,7 @@ class Scheduler:
             return False
         if member.is_ending:
             self._limiter.release_on_behalf_of(member)
+            self.change()  # a source may be asked
             return False
         self.tally.running += 1
         return True
