@@ -238,12 +238,16 @@ def truncate_text(
     Raises:
         ValueError: An argument is none of the above.
     """
-    known = side in MARKERS and unit in ("characters", "tokens")
-    if not known or convention not in ("rollout", "seed") or limit < 0:
-        raise ValueError(
-            f"limit = {limit}, side = {side!r}, unit = {unit!r}, convention = {convention!r}: "
-            "expected 0 or more, a side, characters or tokens, rollout or seed"
-        )
+    for name, value, choices in (
+        ("side", side, ("left", "right", "middle")),
+        ("unit", unit, ("characters", "tokens")),
+        ("convention", convention, ("rollout", "seed")),
+    ):
+        if value not in choices:
+            *others, last = map(repr, choices)
+            raise ValueError(f"{name} = {value!r}: expected {', '.join(others)} or {last}")
+    if limit < 0:
+        raise ValueError(f"limit = {limit}: expected 0 or more")
     if unit == "tokens" and tokenizer is None:
         raise ValueError("unit = 'tokens' needs a tokenizer")
     side = SIDES_BY_VERL[side] if convention == "seed" else side
