@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio  # noqa: TID251  (verl's servers run on it)
 import inspect
 import os
 import threading
@@ -79,8 +80,10 @@ def wait_until(condition: Any) -> None:
 def test_clients_of_verl_generate_with_versions_and_log_probs(
     files: Path, backend: str, kind: Any
 ) -> None:
-    config = config_of(files, f"{CUSTOM}.backend={backend}")
+    config, pairs = config_of(files, f"{CUSTOM}.backend={backend}"), asyncio.Barrier(2)
     client, servers = client_of(kind, config)
+    for each in servers:
+        each.together = pairs
     with opened(config, client) as manager:
         ours = manager.generate_sequences(batch_of(["go", "on"], n=4))
     check_answers(ours)

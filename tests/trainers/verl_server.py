@@ -16,10 +16,14 @@ class Server:
         self.ended: dict[str, Any] = {}
         self.asked: list[str] = []
         self.aborted: list[tuple[str, bool]] = []
+        #: In which requests wait for each other; None: each is answered at once.
+        self.together: asyncio.Barrier | None = None
 
     async def generate(self, request_id: str, prompt_ids: list[int], **options: Any) -> Any:
         """Two tokens and an end, or what there is at an abort."""
         self.asked.append(request_id)
+        if self.together is not None:
+            await self.together.wait()
         answer = SimpleNamespace(
             token_ids=[104, 105, END],
             log_probs=[-0.1, -0.2, -0.3],
