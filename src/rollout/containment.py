@@ -164,6 +164,8 @@ class Contained(Generic[T]):
             UnresponsiveError: It did not end within `cleanup_s` of its cancellation.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
+        if self._continued is not None and self._body is None:
+            return self.value  # the runtime closes, and has ended it already
         if self._continued is not None:
             self._next, self.reported = function, anyio.Event()
             self._continued.set()

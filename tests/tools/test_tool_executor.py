@@ -936,3 +936,13 @@ async def test_session_opened_before_a_cancellation_in_the_same_tick_is_closed_w
             await run(tools, call("t", s=9))
         await tools.close()
     assert log == ["opened", "closed"]
+
+
+@pytest.mark.anyio
+async def test_session_that_its_containment_has_closed_is_not_waited_for(executor: Open) -> None:
+    log: list[str] = []
+    async with open_containment(5.0):
+        tools = opened(executor(Recording("t", log)))
+        await run(tools, call("t"))
+    await tools.close()
+    assert len(log) <= 1
