@@ -23,7 +23,7 @@ from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
 from rollout.limits import NEVER, Limit
 from rollout.scheduling import trajectory as trajectory_module
-from rollout.scheduling.outbox import Outbox
+from rollout.scheduling.list_calls import ListCall
 from rollout.scheduling.rewards import score as rewarding_module
 from rollout.scheduling.scheduler import Scheduler
 from rollout.scheduling.trajectory import TrajectoryRun
@@ -220,23 +220,23 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("outcome delivered twice", "too often")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = Outbox.deliver
+    real = ListCall._deliver
 
-    async def deliver(self: Outbox, ended: Any) -> None:
+    async def deliver(self: ListCall, ended: Any) -> None:
         await real(self, ended)
         await real(self, ended)
 
-    patch.setattr(Outbox, "deliver", deliver)
+    patch.setattr(ListCall, "_deliver", deliver)
 
 
 @bug("outcome never delivered", "was not delivered")
 def _(patch: pytest.MonkeyPatch) -> None:
-    real = Outbox.deliver
+    real = ListCall._deliver
 
-    async def deliver(self: Outbox, ended: Any) -> None:
-        await real(self, [each for each in ended if each.trajectory.outcome != "deadline"])
+    async def deliver(self: ListCall, ended: Any) -> None:
+        await real(self, {key: each for key, each in ended.items() if each.outcome != "deadline"})
 
-    patch.setattr(Outbox, "deliver", deliver)
+    patch.setattr(ListCall, "_deliver", deliver)
 
 
 @bug("failure with a reward", "with the reward 0.0; expected None")

@@ -13,7 +13,7 @@ import rollout
 from rollout import GroupPolicy, Prompt
 from rollout.config import AgentConfig, LimitsConfig, SchedulingConfig
 from rollout.errors import SourceEnded
-from rollout.scheduling.group_queue import MAX_SOURCES
+from rollout.scheduling.scheduler import MAX_SOURCES
 from rollout.testing import Scenario
 
 pytestmark = pytest.mark.anyio

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollout import Outcome, Prompt, Trajectory
 from rollout.scheduling.groups import Groups, Staleness, Wanted
-from rollout.scheduling.member_group import GROUP_S, Ended, Member, MemberGroup
+from rollout.scheduling.members import GROUP_S, Member, MemberGroup
 from rollout.scheduling.selection import mean_length
 from rollout.seeds import Identity
 
@@ -90,7 +90,7 @@ class World:
         )
         if outcome is Outcome.DEADLINE:
             trajectory.limit_source = GROUP_S
-        groups.record_end(Ended(member, trajectory))
+        groups.record_end(member, trajectory)
         if not group.is_complete and groups.can_judge(group):
             self.judge(groups, group)
 
@@ -102,7 +102,7 @@ class World:
             groups.settle(group, "replaced" if is_replaced else "dropped")
             self.ends[group.number] += 1
             return
-        numbers = [each.member.identity.member for each in chosen]
+        numbers = [member.identity.member for member in chosen]
         assert numbers == sorted(set(numbers))
         if self.dice.random() < 0.7:
             groups.settle(group, "accepted")

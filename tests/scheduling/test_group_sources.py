@@ -18,7 +18,7 @@ from rollout import Group, GroupPolicy, Outcome, Prompt
 from rollout.agents import AgentContext, AgentLoop
 from rollout.config import AgentConfig, SchedulingConfig
 from rollout.errors import PromptError, RolloutError, SourceEnded
-from rollout.scheduling.group_queue import MAX_SOURCES
+from rollout.scheduling.scheduler import MAX_SOURCES
 from rollout.testing import Scenario
 
 pytestmark = pytest.mark.anyio
@@ -183,7 +183,7 @@ async def test_end_of_a_source_does_not_end_it_for_who_has_begun_it_again() -> N
 
         async def short() -> None:
             with pytest.raises(SourceEnded):
-                await runtime.collect(loader, 5, policy=CARRY)
+                await runtime.collect(loader, 7, policy=CARRY)
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(short)

@@ -17,17 +17,17 @@ from rollout.journal.values import (
     pack_prompt,
     read_prompt,
 )
-from rollout.scheduling.member_group import RecordedGroup
+from rollout.scheduling.members import RecordedGroup
 from rollout.scheduling.run_log import RecordedCall, RunLog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from rollout.chat.trajectory import Trajectory
     from rollout.journal.index import RecordedPull
     from rollout.journal.journal import Journal
     from rollout.journal.records import Span
-    from rollout.scheduling.member_group import Ended, Member, MemberGroup
+    from rollout.scheduling.members import Member, MemberGroup
     from rollout.types import Prompt
 
 
@@ -197,11 +197,11 @@ class CallLog(RunLog):
         log: TrajectoryLog = member.log
         return None if member.is_carried else log.read_end(member.prompt, member.identity.group)
 
-    def note_ends(self, ended: Iterable[Ended]) -> None:
+    def note_ends(self, ended: Mapping[Member, Trajectory]) -> None:
         """See `RunLog`."""
         ends: list[tuple[Key, bytes]] = []
         logs: list[TrajectoryLog] = []
-        for member, trajectory in ended:
+        for member, trajectory in ended.items():
             log: TrajectoryLog = member.log
             packed = None if member.was_finished or log.number else log.pack_end(trajectory)
             if packed is not None:

@@ -40,7 +40,7 @@ from rollout.errors import ConfigError, RolloutError
 from rollout.function_refs import refuse_while_imported
 from rollout.runtime.opening import HOW_TO_OPEN, NotEnteredError, open_rollout
 from rollout.runtime.runtime import RolloutRuntime
-from rollout.scheduling.group_stream import GroupStream
+from rollout.scheduling.source_calls import GroupStream
 from rollout.scopes import find_propagating
 
 if TYPE_CHECKING:

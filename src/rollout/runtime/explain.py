@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rollout.engine.pool.replica import ReplicaStatistics
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.scheduling.calls import Call
-    from rollout.scheduling.member_group import Member
+    from rollout.scheduling.members import Member
 
 
 def explain(

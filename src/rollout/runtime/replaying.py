@@ -25,7 +25,7 @@ from rollout.journal.replay_log import ReplayLog
 from rollout.observe.tally import Tally
 from rollout.runtime.gateway_opening import serve_gateway
 from rollout.runtime.opening import list_stop_tokens, make_executor
-from rollout.scheduling.member_group import Member, MemberGroup, cancel_members
+from rollout.scheduling.members import Member, MemberGroup, cancel_members
 from rollout.scheduling.rewards.functions import RewardFunctions
 from rollout.scheduling.rewards.score import Rewarding
 from rollout.scheduling.tokenization import TokenizationCheck

@@ -22,20 +22,13 @@ from rollout.runtime.explain import explain
 from rollout.runtime.measuring import BatchWatch, BatchWindow, RuntimeStatistics
 from rollout.runtime.steps import SleepBetweenBatches, StepCount, number_rows
 from rollout.scheduling.admission import Admission, Progress
-from rollout.scheduling.call_arguments import (
-    check_call,
-    check_groups,
-    check_target,
-    make_group_call,
-)
-from rollout.scheduling.calls import Call
-from rollout.scheduling.group_stream import GroupStream
-from rollout.scheduling.groups import Groups, Wanted
-from rollout.scheduling.member_group import MemberGroup
-from rollout.scheduling.outbox import Outbox
+from rollout.scheduling.call_arguments import check_call, check_groups, check_target
+from rollout.scheduling.list_calls import ListCall
+from rollout.scheduling.members import MemberGroup
 from rollout.scheduling.prompts import check_names, check_prompts
 from rollout.scheduling.run_log import RunLog
 from rollout.scheduling.scheduler import Scheduler
+from rollout.scheduling.source_calls import GroupStream, SourceCall
 from rollout.scopes import open_task_group
 from rollout.types import name_prompt
 from rollout.worker_threads import may_leave_loop, run_in_thread
@@ -55,7 +48,7 @@ if TYPE_CHECKING:
     from rollout.engine.weights import UpdateMode, WeightSource
     from rollout.journal.journal import Journal
     from rollout.observe.explanation import Explanation
-    from rollout.scheduling.group_queue import Source
+    from rollout.scheduling.sources import Source
     from rollout.scheduling.trajectory import TrajectoryRunner
     from rollout.tensor_layout import Layout, Trim
     from rollout.types import Prompt
@@ -143,25 +136,23 @@ class RolloutRuntime:
 
         Errors after the start carry what there was as `partial`.
         """
-        call, outbox = await self._make_call(
-            "generate", prompts, samples, step, validate, layout, trim
-        )
-        with self._watched(call, outbox, validate) as window:
+        call = await self._make_call("generate", prompts, samples, step, validate, layout, trim)
+        with self._watched(call, validate) as window:
             try:
                 async with self._sleep.awake(), call.running():
                     await call.receive_batch()
             except Exception as error:
-                rows = outbox.list_trajectories()
+                rows = call.list_trajectories()
                 attach(error, await self._collation.batch(rows, window, layout, trim))
                 raise
-            rows = outbox.list_trajectories()
+            rows = call.list_trajectories()
             try:
                 batch = await self._collation.batch(rows, window, layout, trim)
             except Exception as error:  # too little memory, say, which less may have room in
                 with suppress(Exception):
                     attach(error, await self._collation.batch(rows, window, "packed"))
                 raise
-        self._scheduler.log.note_delivery(outbox.members)
+        self._scheduler.log.note_delivery(call.members)
         return batch
 
     @asynccontextmanager
@@ -185,20 +176,20 @@ class RolloutRuntime:
         The `partial` of an error holds the trajectories that had ended, but for those that were
         received and are not referenced any more.
         """
-        call, outbox = await self._make_call("stream", prompts, samples, step, validate)
+        call = await self._make_call("stream", prompts, samples, step, validate)
         was_left = False
-        with self._watched(call, outbox, validate) as window:
+        with self._watched(call, validate) as window:
             async with self._sleep.awake():
                 try:
                     async with call.running():
-                        yield outbox.received
+                        yield call.received
                         was_left = not (call.has_ended.is_set() or call.is_closed)
                 except anyio.ClosedResourceError:
                     if not call.is_closed:
                         raise  # else its receiver was closed with the runtime
             error = None if was_left else call.find_error()
             if error is not None:
-                rows = outbox.list_trajectories()
+                rows = call.list_trajectories()
                 attach(error, await self._collation.batch(rows, window))
                 raise error
 
@@ -248,26 +239,28 @@ class RolloutRuntime:
         self._refuse_calls()
         step, _ = check_call(step, validate=False, samples=None, layout=layout, trim=trim)
         with self._steps.counted(step) as step:
-            call = make_group_call(self._scheduler, source, policy, step, groups=groups)
+            call = SourceCall(
+                self._scheduler, source, policy, name="collect", step=step, groups=groups
+            )
         with self._watch.window("collect", step, prompts=int(groups)) as window:
             call.number = window.batch
-            stream, found = GroupStream(call), list[MemberGroup]()
+            found: list[MemberGroup] = []
             try:
                 async with self._sleep.awake(), call.running():
-                    while (group := await stream.take()) is not None:
+                    while (group := await call.take()) is not None:
                         found.append(group)
-                stream.note_accepted(found)
+                call.note_accepted(found)
                 found.sort(key=lambda group: group.number)
                 rows = number_rows([each.result for each in found if each.result is not None])
-                error, metrics = call.find_error(len(found)), stream.metrics()
+                error, metrics = call.find_error(len(found)), call.metrics()
                 batch = await self._collation.batch(rows, window, layout, trim, extra=metrics)
             except BaseException:  # cancelled, or no room for tensors: nobody has them
-                stream.take_back(found)
+                call.take_back(found)
                 raise
             missing = groups - len(found) if error is None else 0
-            failure = await stream.record(found, missing)
+            failure = await call.record(found, missing)
             if len(found) < groups:
-                stream.note_source_end()
+                call.note_source_end()
             error = error or failure
             if error is None:
                 return batch
@@ -305,12 +298,12 @@ class RolloutRuntime:
         self._refuse_calls()
         step, _ = check_call(step, validate=False, samples=None)
         with self._steps.counted(step) as step:
-            call = make_group_call(
+            call = SourceCall(
                 self._scheduler,
                 source,
                 policy,
-                step,
-                is_stream=True,
+                name="stream_groups",
+                step=step,
                 max_staleness=max_staleness,
                 groups_per_step=groups_per_step,
             )
@@ -445,8 +438,8 @@ class RolloutRuntime:
         return explain(self.services.engines, self._clock(), calls, carried, blocked_s)
 
     @contextmanager
-    def _watched(self, call: Call, outbox: Outbox, validate: bool) -> Iterator[BatchWindow]:
-        prompts, members = call.groups.wanted.groups, len(outbox.members)
+    def _watched(self, call: ListCall, validate: bool) -> Iterator[BatchWindow]:
+        prompts, members = call.groups.wanted.groups, len(call.members)
         with self._watch.window(
             call.name, call.step, validate=validate, prompts=prompts or 0, trajectories=members
         ) as window:
@@ -462,8 +455,8 @@ class RolloutRuntime:
         validate: bool,
         layout: Layout = "padded",
         trim: Trim = False,
-    ) -> tuple[Call, Outbox]:
-        """A call of a list whose arguments are good, and where its trajectories come out."""
+    ) -> ListCall:
+        """A call of a list whose arguments are good."""
         self._refuse_calls()
         step, samples = check_call(step, validate, samples, layout, trim)
         deadline = Deadline.after(self.config.limits.batch_s, "limits.batch_s")
@@ -474,13 +467,7 @@ class RolloutRuntime:
             batch, enrol = await run_in_thread(make) if is_long else make()
             self._refuse_when_closed()
             enrol()
-        groups = Groups(Wanted(groups=len(batch), members=samples))
-        groups.stop_pulling()
-        scheduler, members = self._scheduler, [each for group in batch for each in group.waiting]
-        is_stream = name == "stream"
-        outbox = Outbox(members, scheduler.log, deadline.at, scheduler.change, is_stream=is_stream)
-        call = Call(scheduler, groups, name=name, step=step, deadline=deadline, outbox=outbox)
-        return call, outbox
+        return ListCall(self._scheduler, batch, samples, name=name, step=step, deadline=deadline)
 
     def _make_groups(
         self, prompts: Sequence[Prompt], samples: int, step: int, validate: bool

@@ -1,25 +1,18 @@
-"""What callers give beside their prompts, checked before any work, and the calls made of it."""
+"""What callers give beside their prompts, checked before any work."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollout.chat.group import Group
 from rollout.config import GroupPolicy
 from rollout.errors import PromptError
-from rollout.limits import NEVER, Deadline
-from rollout.scheduling.calls import Call
-from rollout.scheduling.groups import Groups, Staleness, Wanted
-from rollout.scheduling.selection import find_accept
 from rollout.tensor_layout import layout_faults
 from rollout.types import Prompt
 from rollout.utf8 import is_name
-
-if TYPE_CHECKING:
-    from rollout.scheduling.scheduler import Scheduler
 
 #: The largest step, and number of groups: what trainers and engines keep numbers in.
 MAX_STEP = 2**63 - 1
@@ -74,65 +67,6 @@ def check_group_call(policy: Any, groups: Any, max_staleness: Any, groups_per_st
             "expected both, or neither"
         )
     _raise(faults)
-
-
-def make_group_call(
-    scheduler: Scheduler,
-    source: Any,
-    policy: Any,
-    step: int,
-    *,
-    groups: Any = 1,
-    is_stream: bool = False,
-    max_staleness: Any = None,
-    groups_per_step: Any = None,
-) -> Call:
-    """Make a call of `collect`, or of `stream_groups`, which has as many groups as it takes.
-
-    Raises:
-        PromptError: An argument is wrong; nothing has been started.
-        ConfigError: What the policy names cannot be imported.
-    """
-    config, engines = scheduler.config, scheduler.engines
-    check_source(source)
-    check_group_call(policy, groups, max_staleness, groups_per_step)
-    policy = config.scheduling.groups if policy is None else policy.over(config.scheduling.groups)
-    samples = config.scheduling.samples_per_prompt
-    if policy.members is not None and policy.members > samples:
-        raise PromptError(
-            f"policy.members = {policy.members}: expected at most "
-            f"scheduling.samples_per_prompt = {samples}"
-        )
-    accept, staleness, deadline = find_accept(policy.accept), None, NEVER
-    if max_staleness is not None and groups_per_step is not None:
-        most, per_step = int(max_staleness), int(groups_per_step)  # NumPy's could overflow
-        staleness = Staleness(most=most, per_step=per_step, start=engines.weight_version)
-    if not is_stream:
-        deadline = Deadline.after(config.limits.batch_s, "limits.batch_s")
-    wanted = Wanted(
-        groups=None if is_stream else int(groups),
-        members=policy.members or samples,
-        oversample=policy.oversample,
-        max_refused=policy.max_refused,
-        surplus=policy.surplus,
-        on_group_deadline=policy.on_group_deadline,
-        refills=config.scheduling.max_retries if policy.refill_failed else 0,
-        staleness=staleness,
-    )
-    before = scheduler.log.take_call(step)
-    found = Groups(wanted, lambda: engines.weight_version)
-    found.counts["dropped"] = before.missing or 0
-    return Call(
-        scheduler,
-        found,
-        name="stream_groups" if is_stream else "collect",
-        step=step,
-        deadline=deadline,
-        source=scheduler.queue.find_source(source),
-        accept=accept,
-        group_s=policy.group_s,
-        before=before,
-    )
 
 
 def check_groups(groups: Any, layout: Any, trim: Any) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rollout.config import SchedulingConfig
     from rollout.limits import Deadline
     from rollout.observe.tally import Tally
-    from rollout.scheduling.member_group import Member
+    from rollout.scheduling.members import Member
 
 logger = logging.getLogger("rollout.scheduling")
 

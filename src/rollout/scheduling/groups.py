@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import attrs
 
 from rollout.errors import LimitExceeded
-from rollout.scheduling.member_group import GROUP_S, Member, MemberGroup
+from rollout.scheduling.members import GROUP_S, Member, MemberGroup
 from rollout.scheduling.rewards.score import REWARD_REASON
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rollout.scheduling.member_group import Ended
+    from rollout.chat.trajectory import Trajectory
 
 logger = logging.getLogger("rollout.scheduling")
 
@@ -245,12 +245,11 @@ class Groups:
         member.group.waiting.remove(member)
         member.group.running[member] = None
 
-    def record_end(self, ended: Ended) -> Member | None:
+    def record_end(self, member: Member, trajectory: Trajectory) -> Member | None:
         """Note that a member has ended; return the one that replaces it, where it had failed.
 
         A replaced member does not count; the other one is admitted next.
         """
-        member, trajectory = ended.member, ended.trajectory
         group = member.group
         group.forget(member)
         if group.is_complete:
@@ -264,7 +263,7 @@ class Groups:
             self._with_waiting.appendleft(group)
             self.counts["refilled"] += 1
             return again
-        group.ended.append(ended)
+        group.ended[member] = trajectory
         # What an earlier process delivered is what its caller has, whatever ended its members.
         if trajectory.limit_source == GROUP_S and not group.was_delivered:
             group.is_overdue = True

@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from rollout.chat.trajectory import Trajectory
     from rollout.errors import JournalError
-    from rollout.scheduling.member_group import Ended, Member, MemberGroup, RecordedGroup
+    from rollout.scheduling.members import Member, MemberGroup, RecordedGroup
     from rollout.types import Prompt
 
 
@@ -88,7 +88,7 @@ class RunLog:
         """Return the trajectory of a member that an earlier process finished."""
         return None
 
-    def note_ends(self, ended: Iterable[Ended]) -> None:
+    def note_ends(self, ended: Mapping[Member, Trajectory]) -> None:
         """Record finished members; those of a group with a reward together, once they have it."""
 
     def note_delivery(

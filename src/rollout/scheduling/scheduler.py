@@ -1,33 +1,35 @@
-"""What the calls of a runtime share: slots, the tasks of members, queued groups, rewards."""
+"""What the calls of a runtime share: slots, the tasks of members, groups that no call has."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import anyio
-import msgspec
 
 from rollout.agents.ending import Ending
 from rollout.containment import enter_containment
 from rollout.limits import call_limit
 from rollout.scheduling.endings import CLOSED, LOST, make_unstarted
-from rollout.scheduling.group_queue import GroupQueue
-from rollout.scheduling.member_group import Ended, cancel_members
+from rollout.scheduling.members import MemberGroup, cancel_members
+from rollout.scheduling.prompts import check_prompt
+from rollout.scheduling.sources import PromptSource
 from rollout.scheduling.trajectory import TrajectoryRun, limit_trajectory, run_trajectory
 from rollout.scheduling.trajectory_events import emit_ended
-from rollout.types import Outcome
+from rollout.types import Outcome, name_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from rollout.chat.trajectory import Trajectory
     from rollout.scheduling.admission import Admission
-    from rollout.scheduling.member_group import Member, MemberGroup
+    from rollout.scheduling.members import Member, RecordedGroup
     from rollout.scheduling.run_log import RunLog
     from rollout.scheduling.trajectory import TrajectoryRunner
 
 #: Reason of carried members that do not continue because the caller wants none.
 DISCARDED = "discarded"
+#: Sources whose position is known; of more, the one used longest ago is closed.
+MAX_SOURCES = 16
 
 
 class Scheduler:
@@ -44,7 +46,9 @@ class Scheduler:
         log: The journal.
         calls: Each `Call` that is open; its module imports this one.
         live: Members that have a task.
-        queue: Groups that no call has.
+        leftovers: Groups that were pulled and that no call has. First those that the journal gives
+            back to the call that delivered them, in that order; then the others, as they were
+            pulled. The next call takes them first, whatever its source is.
     """
 
     def __init__(
@@ -56,21 +60,18 @@ class Scheduler:
         log: RunLog,
     ) -> None:
         services = runner.services
-        self.config, self.engines, self.start, self.log = (
-            services.config,
-            services.engines,
-            start,
-            log,
-        )
-        self.events, self.tally, self.rewarding = services.events, services.tally, runner.rewarding
+        self.config, self.engines, self.events = services.config, services.engines, services.events
+        self.tally, self.threads = services.tally, services.threads
+        self.containment, self.rewarding = services.containment, runner.rewarding
+        self.run_seed, self.start, self.log = run_seed, start, log
         self.calls: dict[Any, None] = {}
         self.live: dict[Member, None] = {}
-        self._runner, self._limiter = runner, admission.limiter
-        self._containment, self._is_closing = services.containment, False
+        self.leftovers: list[MemberGroup] = []
+        self._runner, self._limiter, self._is_closing = runner, admission.limiter, False
         self._changed = anyio.Event()
         admission.on_change = self.change
-        self._run_seed = run_seed
-        self.queue = GroupQueue(self, services.threads, services.containment)
+        self._pull_count = log.pull_count
+        self._sources: dict[int, PromptSource] = {}
 
     @property
     def rewards_groups(self) -> bool:
@@ -108,7 +109,8 @@ class Scheduler:
         while self.calls:
             await self.wait_change()
         await self.discard_carried(CLOSED)
-        self.queue.close()
+        for source in tuple(self._sources.values()):
+            self.forget_source(source)
 
     # Slots.
 
@@ -151,13 +153,13 @@ class Scheduler:
             self.tally.carried -= 1
         else:
             self.live[member] = None
-            run = TrajectoryRun(self._containment, member, deadline)
+            run = TrajectoryRun(self.containment, member, deadline)
             self.start(lambda: self._run_member(run))
 
     async def _run_member(self, run: TrajectoryRun) -> None:
         """Run a member to its trajectory, have its call take that, and free the slot."""
         member = run.member
-        enter_containment(self._containment)
+        enter_containment(self.containment)
         call_limit.set(None)  # where a tool makes this call, its limit is none of the member's
         try:
             trajectory = await run_trajectory(self._runner, run)
@@ -182,10 +184,9 @@ class Scheduler:
     def _finish_between_calls(self, member: Member, trajectory: Trajectory) -> None:
         """Note the end of a member whose group no call has."""
         member.group.forget(member)
-        ended = Ended(member, trajectory)
-        member.group.between.append(ended)
+        member.group.between[member] = trajectory
         if not self.rewards_groups:
-            self.log.note_ends([ended])
+            self.log.note_ends({member: trajectory})
         self.count_end(member, trajectory)
         self.tell_end(member, trajectory)
 
@@ -207,25 +208,73 @@ class Scheduler:
             self.count_end(member, trajectory)
             self.tell_end(member, trajectory)
 
-    # Groups.
+    # Groups that no call has.
 
-    def name_members(self, group: MemberGroup, step: int, names: set[str]) -> None:
-        """Make the members of a group that has none yet, with a uid that is not in `names`.
+    def restore(self, recorded: Iterable[RecordedGroup]) -> None:
+        """Keep the groups that the journal has for a call that begins."""
+        for each in recorded:
+            prompt, before = each.prompt, each if each.call is not None else None
+            if before is None:  # no member of it began
+                prompt = name_prompt(prompt, f"prompt-{each.number}")
+            self.keep([MemberGroup(each.number, prompt, before, each.version)])
 
-        Args:
-            step: Of the call that adopts it.
-            names: Uids that the call has adopted; the group's is added.
+    def keep(self, groups: Iterable[MemberGroup]) -> None:
+        """Keep groups for the next call."""
+        for group in groups:
+            group.call = None
+            self.leftovers.append(group)
+        self.leftovers.sort(key=lambda each: -1 if each.was_delivered else each.number)
+
+    def pop_group(self, call: Any) -> MemberGroup | None:
+        """Take the first leftover that a `SourceCall` may have.
+
+        What an open call's source gave is for calls with that source. A group with a uid of its own
+        that the call has already is left for a later call. What the call delivered in an earlier
+        process is accepted first: another group must not come between.
         """
-        if not (group.is_begun or group.waiting):
-            uid, count = group.uid, 1
-            while group.before is None and group.uid in names:
-                count += 1
-                group.prompt = msgspec.structs.replace(group.prompt, uid=f"{uid}@{count}")
-            step = step if group.before is None else group.before.step
-            samples = self.config.scheduling.samples_per_prompt
-            group.add_members(samples, step=step, run_seed=self._run_seed)
-            self.log.enrol(group)
-        names.add(group.uid)
+        others = {each.source for each in self.calls} - {call.source, None}
+        must_wait = call.is_replayed or any(group.was_delivered for group in call.groups.open)
+        for at, group in enumerate(self.leftovers):
+            if group.before is not None and group.was_delivered:
+                may_take = group.before.delivered_in == call.step
+            else:
+                is_named = group.is_begun or group.waiting or group.before is not None
+                is_taken = is_named and group.uid in call.taken_names
+                may_take = not (must_wait or is_taken or group.source in others)
+            if may_take:
+                return self.leftovers.pop(at)
+        return None
+
+    # Sources.
+
+    def find_source(self, data: Any) -> PromptSource:
+        """Return a caller's source where it was left; one that is over begins again."""
+        source = self._sources.pop(id(data), None) or PromptSource(data, self)
+        used = {each.source for each in self.calls}
+        idle = [each for each in self._sources.values() if not (each in used or each.is_pulling)]
+        self._sources[id(data)] = source  # the last of them
+        for each in idle[: max(0, len(self._sources) - MAX_SOURCES)]:
+            self.forget_source(each)
+        return source
+
+    def forget_source(self, source: PromptSource) -> None:
+        """Close a source and forget its position: a call that names it again begins it again."""
+        if self._sources.get(id(source.data)) is source:  # else it has begun again already
+            del self._sources[id(source.data)]
+        source.close()
+
+    def add_prompt(self, prompt: Any, source: PromptSource) -> None:
+        """Keep the group of a prompt that was pulled, unless the journal has it.
+
+        Raises:
+            PromptError: It is none, or cannot be recorded.
+        """
+        number, where = self._pull_count, f"source: prompt {source.count - 1}"
+        check_prompt(prompt, where)
+        if self.log.note_pull(number, prompt, source.step, where):
+            self._pull_count += 1
+            group = MemberGroup(number, name_prompt(prompt, f"prompt-{number}"), source=source)
+            self.leftovers.append(group)
 
     # Carried members.
 
@@ -261,9 +310,9 @@ class Scheduler:
 
     async def discard_carried(self, reason: str = DISCARDED) -> int:
         """End every carried member, and drop its group; how many there were."""
-        groups = [group for group in self.queue.leftovers if group.is_carried]
+        groups = [group for group in self.leftovers if group.is_carried]
         for group in groups:
-            self.queue.leftovers.remove(group)
+            self.leftovers.remove(group)
             if reason == DISCARDED:
                 self.log.note_dropped(group)
         carried = [member for group in groups for member in group.waiting if member.is_carried]

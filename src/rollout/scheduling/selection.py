@@ -13,7 +13,7 @@ from rollout.config.group_policy import can_judge
 from rollout.errors import ConfigError, PromptError
 from rollout.limits import CARRY_S
 from rollout.scheduling.endings import describe_ending
-from rollout.scheduling.member_group import GROUP_S
+from rollout.scheduling.members import GROUP_S
 from rollout.scheduling.rewards.score import GROUP_REWARD_REASON, REWARD_REASON
 from rollout.types import Outcome
 from rollout.user_files import named_object

@@ -40,7 +40,7 @@ from rollout.scheduling.endings import (
     explain_cut,
     make_unstarted,
 )
-from rollout.scheduling.member_group import GROUP_S
+from rollout.scheduling.members import GROUP_S
 from rollout.scheduling.rewards.score import Rewarding
 from rollout.scheduling.tokenization import COMPARED, TokenizationCheck
 from rollout.scheduling.trajectory_events import emit_started
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from rollout.agents.agent_loop import Registered
     from rollout.config import LimitsConfig
     from rollout.containment import Containment
-    from rollout.scheduling.member_group import Member
+    from rollout.scheduling.members import Member
     from rollout.types import Prompt
 
 logger = logging.getLogger("rollout.scheduling")

@@ -11,11 +11,11 @@ from rollout.observe.events import GroupEnded, RewardEnded, TrajectoryEnded, Tra
 from rollout.types import DRIFT, Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
     from rollout.chat.trajectory import Trajectory
     from rollout.observe.event_stream import EventStream
-    from rollout.scheduling.member_group import Ended, Member
+    from rollout.scheduling.members import Member
 
 
 def emit_started(events: EventStream, member: Member, attempt: int, started: float) -> None:
@@ -70,12 +70,14 @@ def emit_ended(events: EventStream, member: Member, trajectory: Trajectory) -> N
     )
 
 
-def emit_group_ended(events: EventStream, ended: Sequence[Ended], verdict: str = "") -> None:
+def emit_group_ended(
+    events: EventStream, ended: Mapping[Member, Trajectory], verdict: str = ""
+) -> None:
     """All members of a group have ended; in member order."""
     if not (ended and events.is_on):
         return
-    first = ended[0].member
-    began = [each.member.began for each in ended if each.member.began is not None]
+    first = next(iter(ended))
+    began = [member.began for member in ended if member.began is not None]
     now = events.now()
     events.emit(
         GroupEnded(
@@ -84,8 +86,8 @@ def emit_group_ended(events: EventStream, ended: Sequence[Ended], verdict: str =
             group=first.identity.group,
             uid=first.identity.uid,
             began=events.since_start(min(began)) if began else now,
-            rewards=tuple(each.trajectory.reward for each in ended),
-            outcomes=tuple(each.trajectory.outcome.value for each in ended),
+            rewards=tuple(each.reward for each in ended.values()),
+            outcomes=tuple(each.outcome.value for each in ended.values()),
             verdict=verdict,
         )
     )

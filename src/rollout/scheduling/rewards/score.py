@@ -32,11 +32,11 @@ from rollout.scopes import find_exception
 from rollout.types import Cause, Outcome, Reward
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from rollout.chat.trajectory import Trajectory
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
-    from rollout.scheduling.member_group import Ended, Member
+    from rollout.scheduling.members import Member
 
 logger = logging.getLogger("rollout.scheduling")
 
@@ -98,7 +98,7 @@ class Rewarding:
         reward = await call.run(partial(_copy, trajectory), sandbox)
         self._give(call, [trajectory], [reward])
 
-    async def reward_group(self, ended: Sequence[Ended]) -> None:
+    async def reward_group(self, ended: Mapping[Member, Trajectory]) -> None:
         """Call the function of a group for its wanted members.
 
         Those that are not trainable stand in the group, and get no reward. Where none is learned,
@@ -107,15 +107,15 @@ class Rewarding:
         function = self.functions.group
         assert function is not None
         _end_cancelled(ended)
-        members = [each.member for each in ended if each.trajectory.trainable]
+        members = [member for member, each in ended.items() if each.trainable]
         if members:
-            what = f"reward of the group {ended[0].trajectory.uid}"
+            what = f"reward of the group {members[0].identity.uid}"
             call = RewardCall(self, function, members, what)
             rewards = await call.run(partial(_copy_group, ended))
             _end_cancelled(ended)
             if isinstance(rewards, RewardFailure):
                 rewards = [rewards] * len(ended)
-            self._give(call, [each.trajectory for each in ended], rewards)
+            self._give(call, list(ended.values()), rewards)
 
     def _give(
         self,
@@ -283,14 +283,14 @@ def _copy(trajectory: Trajectory) -> Trajectory:
     )
 
 
-def _copy_group(ended: Sequence[Ended]) -> Group:
-    first = ended[0].member
-    trajectories = [_copy(each.trajectory) for each in ended]
+def _copy_group(ended: Mapping[Member, Trajectory]) -> Group:
+    first = next(iter(ended))
+    trajectories = [_copy(each) for each in ended.values()]
     return Group.of(first.identity.uid, first.prompt, trajectories)
 
 
-def _end_cancelled(ended: Sequence[Ended]) -> None:
+def _end_cancelled(ended: Mapping[Member, Trajectory]) -> None:
     """End those that were cancelled while they waited for their reward."""
-    for member, trajectory in ended:
+    for member, trajectory in ended.items():
         if member.cancel_reason is not None and trajectory.trainable:
             end_without_reward(trajectory, Outcome.CANCELLED, member.cancel_reason, None, None)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import attrs
 
 from rollout.chat.group import Group
+from rollout.chat.trajectory import Trajectory
 from rollout.limits import Clock, Deadline
 from rollout.seeds import Identity
 from rollout.types import Outcome, Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from rollout.chat.trajectory import Trajectory
 
 #: Limit of a group, as `Trajectory.limit_source` names it.
 GROUP_S = "scheduling.groups.group_s"
@@ -113,13 +112,6 @@ def cancel_members(
                 code.cancel()
 
 
-class Ended(NamedTuple):
-    """A member that has ended, and its trajectory."""
-
-    member: Member
-    trajectory: Trajectory
-
-
 @attrs.frozen
 class RecordedGroup:
     """A prompt that an earlier process pulled, in its journal.
@@ -154,7 +146,7 @@ class MemberGroup:
         is_rewarded: Whether `group_reward` was called too, where there is one.
         waiting: Not admitted, or carried.
         running: Admitted and not ended.
-        ended: In the order in which they did.
+        ended: With their trajectories, in the order in which they did.
         between: Ended while no call had the group; the next one notes them.
         call: The call that has it; None while it is a leftover.
         source: The `PromptSource` that gave it, until a call adopts it.
@@ -174,8 +166,8 @@ class MemberGroup:
     is_rewarded: bool = False
     waiting: list[Member] = attrs.field(factory=list)
     running: dict[Member, None] = attrs.field(factory=dict)
-    ended: list[Ended] = attrs.field(factory=list)
-    between: list[Ended] = attrs.field(factory=list)
+    ended: dict[Member, Trajectory] = attrs.field(factory=dict)
+    between: dict[Member, Trajectory] = attrs.field(factory=dict)
     call: Any = None
     source: Any = None
     is_shared: bool = False
@@ -228,27 +220,27 @@ class MemberGroup:
         """Give the group to this call, in which it has no deadline yet."""
         self.call, self.source, self.delivery = call, None, 0
         self.deadline, self.deadline_met, self.is_overdue = None, None, False
-        ended = [each.member for each in (*self.ended, *self.between)]
-        for member in (*self.waiting, *ended):
+        for member in (*self.waiting, *self.ended, *self.between):
             member.batch = call.number  # what becomes of it does so in this call
-        for each in self.ended:
-            each.member.deadline_met = None  # it was that of an earlier call
+        for member in self.ended:
+            member.deadline_met = None  # it was that of an earlier call
 
-    def choose(self, count: int) -> list[Ended]:
+    def choose(self, count: int) -> dict[Member, Trajectory]:
         """Choose the members that its consumer gets, in member order; none while it is incomplete.
 
         Those that ended first, of which a trainer may learn; where these are too few, others that
         did not fail, and then failed ones.
         """
         if len(self.ended) < count:
-            return []
-        taken = [each for each in self.ended if each.member.was_taken]
-        if len(taken) >= count:  # an earlier process gave these out
-            return sorted(taken, key=_get_number)[:count]
-        sound = sum(each.trajectory.trainable for each in self.ended)
-        if sound < count and (self.waiting or self.running):
-            return []
-        return sorted(sorted(self.ended, key=_rank_unfitness)[:count], key=_get_number)
+            return {}
+        chosen = [member for member in self.ended if member.was_taken]
+        if len(chosen) < count:  # else an earlier process gave these out
+            sound = sum(each.trainable for each in self.ended.values())
+            if sound < count and (self.waiting or self.running):
+                return {}
+            chosen = sorted(self.ended, key=lambda each: _rank_unfitness(self.ended[each]))[:count]
+        chosen = sorted(chosen, key=lambda each: each.identity.member)[:count]
+        return {member: self.ended[member] for member in chosen}
 
     def forget(self, member: Member) -> None:
         """Remove a member that has ended from those that run or wait."""
@@ -261,12 +253,8 @@ class MemberGroup:
         return MemberGroup(self.number, self.prompt)
 
 
-def _get_number(ended: Ended) -> int:
-    return ended.member.identity.member
-
-
-def _rank_unfitness(ended: Ended) -> int:
+def _rank_unfitness(trajectory: Trajectory) -> int:
     """Sort what is wanted less after what is wanted more."""
-    if ended.trajectory.trainable:
+    if trajectory.trainable:
         return 0
-    return 2 if ended.trajectory.outcome is Outcome.FAILED else 1
+    return 2 if trajectory.outcome is Outcome.FAILED else 1

@@ -1,0 +1,381 @@
+"""Calls of `collect` and `stream_groups`: groups of a source, given out once they are accepted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import msgspec
+
+from rollout.chat.group import Group
+from rollout.errors import PromptError, SourceEnded
+from rollout.limits import NEVER, Deadline
+from rollout.scheduling.call_arguments import check_group_call, check_source
+from rollout.scheduling.calls import Call
+from rollout.scheduling.endings import SURPLUS
+from rollout.scheduling.groups import Groups, Staleness, Wanted
+from rollout.scheduling.members import GROUP_S, cancel_members
+from rollout.scheduling.selection import call_accept, describe_refusal, find_accept
+from rollout.scheduling.trajectory_events import emit_group_ended
+from rollout.scopes import find_propagating
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rollout.chat.trajectory import Trajectory
+    from rollout.errors import JournalError
+    from rollout.scheduling.groups import Leftovers
+    from rollout.scheduling.members import Member, MemberGroup
+    from rollout.scheduling.scheduler import Scheduler
+
+#: A consumer that waits for so long, and for itself, gets a hint in the log.
+HINT_S = 5.0
+#: Reason of carried members whose tokens are too old to take.
+STALE = "stale"
+
+
+class SourceCall(Call):
+    """A call that adopts groups while it wants some, and gives out those that are accepted.
+
+    What it did not give out is left to the next call: see `Groups.take_leftovers`.
+
+    Args:
+        source: Where further groups come from.
+        policy: A `GroupPolicy`, over that of the configuration; None: that.
+        name: "collect"; or "stream_groups", which wants as many groups as its consumer takes.
+        groups: How many are wanted otherwise.
+        max_staleness, groups_per_step: As of `RolloutRuntime.stream_groups`.
+
+    Attributes:
+        taken_names: Uids of groups that it has adopted.
+        is_replayed: It returned in an earlier process: what it delivered then is all it has.
+
+    Raises:
+        PromptError: An argument is wrong; nothing has been started.
+        ConfigError: What the policy names cannot be imported.
+    """
+
+    admits_at_once = False
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        source: Any,
+        policy: Any,
+        *,
+        name: str,
+        step: int,
+        groups: Any = 1,
+        max_staleness: Any = None,
+        groups_per_step: Any = None,
+    ) -> None:
+        config, engines = scheduler.config, scheduler.engines
+        check_source(source)
+        check_group_call(policy, groups, max_staleness, groups_per_step)
+        in_config, samples = config.scheduling.groups, config.scheduling.samples_per_prompt
+        policy = in_config if policy is None else policy.over(in_config)
+        if policy.members is not None and policy.members > samples:
+            raise PromptError(
+                f"policy.members = {policy.members}: expected at most "
+                f"scheduling.samples_per_prompt = {samples}"
+            )
+        self._accept, self._group_s, staleness = find_accept(policy.accept), policy.group_s, None
+        if max_staleness is not None:
+            most, per_step = int(max_staleness), int(groups_per_step)  # NumPy's could overflow
+            staleness = Staleness(most=most, per_step=per_step, start=engines.weight_version)
+        is_stream = name == "stream_groups"
+        wanted = Wanted(
+            groups=None if is_stream else int(groups),
+            members=policy.members or samples,
+            oversample=policy.oversample,
+            max_refused=policy.max_refused,
+            surplus=policy.surplus,
+            on_group_deadline=policy.on_group_deadline,
+            refills=config.scheduling.max_retries if policy.refill_failed else 0,
+            staleness=staleness,
+        )
+        batch_s = config.limits.batch_s
+        super().__init__(
+            scheduler,
+            Groups(wanted, lambda: engines.weight_version),
+            name=name,
+            step=step,
+            deadline=NEVER if is_stream else Deadline.after(batch_s, "limits.batch_s"),
+            waits_for_group=True,
+        )
+        self.source, self.taken_names = scheduler.find_source(source), set[str]()
+        # What an earlier process recorded of the call. Until the consumer wants more than that,
+        # the source is not asked.
+        self._before = before = scheduler.log.take_call(step)
+        self.groups.counts["dropped"] = before.missing or 0
+        self.is_replayed = before.has_returned(wanted.groups)
+        self._recorded_count = before.count_delivered()
+        self._wants_more = not self._recorded_count
+
+    def _begin(self) -> None:
+        """Queue the groups that the journal has for it."""
+        self.scheduler.restore(self._before.groups)
+
+    @property
+    def _is_done(self) -> bool:
+        """Whether its caller leaves it."""
+        return self.is_leaving or self.is_closed
+
+    def _end_for_failures(self) -> None:
+        """End with an error, unless it has all it wants."""
+        self._fail(self._bad.make_error())
+
+    async def _end_members(self) -> None:
+        """Leave groups to the next call: those that are carried at once, others when all ended."""
+        left = self.groups.take_leftovers(may_carry=not self.is_closed)
+        cancel_members(left.surplus, SURPLUS)
+        rest = await self._carry(left)
+        await self._wait_members()
+        self.scheduler.keep(rest)
+
+    async def _carry(self, left: Leftovers) -> list[MemberGroup]:
+        """Leave groups that run to the next call, at once; return the others."""
+        for group in left.groups:
+            if not group.is_complete:  # else its members end in this call, which waits
+                group.call = None
+        await self.scheduler.carry(left.carried)
+        for member in left.carried:  # their requests were cut off, so that all tokens are here
+            self.selection.note_cut_off(member.tokens)
+        carried = [each for each in left.groups if each.is_carried]
+        self.scheduler.keep(carried)
+        return [each for each in left.groups if each not in carried]
+
+    # Groups that it adopts.
+
+    async def _admit(self) -> None:
+        """Admit members, once the source of a resumed call is where it stood then."""
+        source = self.source
+        for _ in range(self._before.pull_count):
+            if not source.is_over and source.failure is None:
+                source.ask(self.step)
+            while source.is_pulling:
+                await self.scheduler.wait_change()
+        await super()._admit()
+
+    def _adopt_group(self) -> bool:
+        """Adopt a group that was pulled before; where there is none, ask the source."""
+        found = self.scheduler.pop_group(self) if self.groups.wants_group else None
+        if found is None:
+            self._ask_source()
+            return False
+        group = self.groups.refresh(found)
+        if group is not found:  # its prompt begins again
+            cancel_members([each for each in found.waiting if each.is_carried], STALE)
+        self._make_members(group)
+        group.join(self)
+        self.groups.adopt(group)
+        between, group.between = group.between, {}
+        for member, trajectory in between.items():  # they were counted when they ended
+            is_wanted = self.groups.record_end(member, trajectory) is None
+            self._count(trajectory, is_wanted=is_wanted)
+        if self.groups.can_judge(group):
+            self._start_judging(group)
+        return True
+
+    def _make_members(self, group: MemberGroup) -> None:
+        """Make the members of a group that has none yet, with a uid that is new to the call."""
+        if not (group.is_begun or group.waiting):
+            uid, count = group.uid, 1
+            while group.before is None and group.uid in self.taken_names:
+                count += 1
+                group.prompt = msgspec.structs.replace(group.prompt, uid=f"{uid}@{count}")
+            step = self.step if group.before is None else group.before.step
+            samples = self._config.samples_per_prompt
+            group.add_members(samples, step=step, run_seed=self.scheduler.run_seed)
+            self.scheduler.log.enrol(group)
+        self.taken_names.add(group.uid)
+
+    def _ask_source(self) -> None:
+        """Ask for a prompt while a slot is free; fail with what was raised, or note the end."""
+        source = self.source
+        if source.failure is not None and not self.groups.has_all:  # else the next call fails
+            error, source.failure = source.failure, None
+            self._fail(error)
+        if not self.groups.wants_group or source.is_pulling:
+            return
+        if source.is_over or (self.is_replayed and not self.groups.open):
+            self.groups.stop_pulling()
+            self.scheduler.change()
+        elif self.scheduler.has_free_slot and self._wants_more and not self.is_replayed:
+            source.ask(self.step)
+
+    def _begin_member(self, member: Member) -> None:
+        """Start a member that has a slot; with the first one the time of its group begins."""
+        group = member.group
+        if group.deadline is None and self._group_s is not None:
+            paused_s = self.scheduler.engines.paused_s()
+            group.deadline = Deadline.after(self._group_s, GROUP_S).later(-paused_s)
+            self.scheduler.change()  # for `_end_late_groups`
+        super()._begin_member(member)
+
+    def _end_late_groups(self, now: float) -> float:
+        """End the agents of groups whose own time is over; when the next one's will be."""
+        first = math.inf
+        for group in self.groups.open if self._group_s is not None else ():
+            if group.deadline is None:
+                continue
+            deadline = group.deadline.later(self.scheduler.engines.paused_s())
+            if deadline.at > now:
+                first = min(first, deadline.at)
+                continue
+            group.deadline_met = deadline
+            members = [m for m in (*group.running, *group.waiting) if m.deadline_met is None]
+            agents = [member for member in members if member.concluding_since is None]
+            cancel_members(agents, deadline=deadline)
+        return first
+
+    async def _settle_group(self, group: MemberGroup, wanted: Mapping[Member, Trajectory]) -> None:
+        """Have `accept` judge a group; where it raises, which ends the call, the group is left."""
+        result = Group.of(group.uid, group.prompt, list(wanted.values()))
+        were_taken = bool(wanted) and all(member.was_taken for member in wanted)
+        if self.groups.has_refused_too_many and not were_taken:  # by groups of the same moment
+            return
+        try:
+            is_accepted = were_taken or call_accept(self._accept, result)
+        except BaseException as error:  # as of an agent: it is its call's alone
+            is_own = isinstance(error, GeneratorExit)  # no coroutine is closed in a plain call
+            if not is_own and find_propagating(error) is not None:
+                raise
+            self._fail(error)
+            return
+        group.result = result
+        verdict = "accepted" if is_accepted else "refused"
+        emit_group_ended(self.scheduler.events, wanted, verdict)
+        why = "" if is_accepted else describe_refusal(result, self._accept)
+        if not is_accepted:
+            self.is_replayed = False
+            self.scheduler.log.note_dropped(group)
+        self.groups.settle(group, verdict, why)
+
+    # What its consumer takes.
+
+    async def take(self) -> MemberGroup | None:
+        """Take the next accepted group; None where there is none: `find_error` says why.
+
+        `record` must follow, or `take_back`.
+        """
+        hint_at = anyio.current_time() + HINT_S
+        while (group := self.groups.take()) is None:
+            if self.failure is not None or self.groups.is_complete:
+                return None
+            had = self.groups.consumed + self.groups.counts["refused"]
+            if not self._wants_more and had >= self._recorded_count:
+                self._wants_more = True
+                self.scheduler.change()
+            with anyio.CancelScope(deadline=hint_at) as scope:
+                await self.scheduler.wait_change()
+            if scope.cancelled_caught:
+                hint_at += HINT_S
+                if self.groups.waits_for:
+                    self._tally.hint("update_weights", self.groups.waits_for)
+        self.scheduler.change()
+        return group
+
+    async def record(self, groups: Sequence[MemberGroup], missing: int = 0) -> JournalError | None:
+        """Record that the caller gets these groups; return why the journal could not, if so.
+
+        The caller gets them all the same. Cancelled meanwhile, it has them taken back.
+
+        Args:
+            missing: How many groups fewer than it wanted the caller gets, without an error.
+        """
+        log, count = self.scheduler.log, self.groups.wanted.members
+        new = [group for group in groups if not group.delivery]  # else a caller was cancelled
+        members = [member for group in new for member in group.choose(count)]
+        number = log.note_delivery(members, self.step, missing)
+        for group in new:
+            group.delivery = number
+        try:
+            last = max((group.delivery for group in groups), default=0)
+            return await log.wait_written(last, self.deadline.at)
+        except BaseException:
+            self.take_back(groups)
+            raise
+
+    def take_back(self, groups: Sequence[MemberGroup]) -> None:
+        """Return groups that the caller did not get to this call, or to the next one."""
+        if self.is_ending:
+            self.scheduler.keep(groups)
+        else:
+            self.groups.take_back(groups)
+        self.scheduler.change()
+
+    def note_accepted(self, groups: Sequence[MemberGroup]) -> None:
+        """Count what the caller gets."""
+        for group in groups:
+            if group.result is not None:
+                self.selection.note_accepted(group.result.trajectories)
+
+    def note_source_end(self) -> None:
+        """Forget a source that is over, as the caller learns now; named again, it begins again."""
+        if self.source.is_over:
+            self.scheduler.forget_source(self.source)
+
+    def metrics(self) -> dict[str, float]:
+        """What it took so far of what it had run; see `rollout.scheduling.selection`."""
+        running = [member.tokens for member in self.list_members(has_slot=True)]
+        return {**self.groups.count(), **self.selection.metrics(running)}
+
+    def find_error(self, found: int) -> BaseException | None:
+        """Find the error that `collect` ends with, if any.
+
+        That is what it failed with, as where the runtime was closed; a `LimitExceeded` where its
+        time is over and groups are missing, or that is an error; or `SourceEnded`.
+
+        Args:
+            found: How many groups its caller has received.
+        """
+        if self.failure is not None:
+            return self.failure
+        wanted = self.groups.wanted.groups or 0
+        is_short = found < wanted - self.groups.counts["dropped"]
+        if self._met_deadline and (is_short or self._config.on_deadline == "raise"):
+            return self.deadline.error()
+        if is_short and self.source.is_over and not self._is_cancelled:
+            return SourceEnded(f"the source ended: {found} of {wanted} groups")
+        return None
+
+
+class GroupStream(AsyncIterator[Group]):
+    """Accepted groups as they finish; ends where there will be no more."""
+
+    def __init__(self, call: SourceCall) -> None:
+        self._call = call
+
+    async def receive(self) -> Group | None:
+        """The next accepted group; None where there will be none.
+
+        Raises:
+            PromptError, LimitExceeded, RolloutError: As `RolloutRuntime.collect`.
+        """
+        call = self._call
+        group = await call.take()
+        if group is not None:
+            await call.record([group])
+            call.note_accepted([group])
+            return group.result
+        if call.failure is not None:
+            raise call.failure
+        if not call.is_leaving:  # else its caller has left, and learns nothing
+            call.note_source_end()
+        return None
+
+    async def __anext__(self) -> Group:
+        try:
+            group = await self.receive()
+        except StopAsyncIteration as error:  # else the loop ends as if all was well
+            raise RuntimeError("the source, or accept, raised StopAsyncIteration") from error
+        if group is None:
+            raise StopAsyncIteration
+        return group
+
+    def metrics(self) -> dict[str, float]:
+        """What the stream took so far of what it had run; see `rollout.scheduling.selection`."""
+        return self._call.metrics()
