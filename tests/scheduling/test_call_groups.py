@@ -5,17 +5,18 @@ from __future__ import annotations
 import random  # noqa: TID251  (what happens)
 from collections import Counter
 
-import attrs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout import Outcome, Prompt, Trajectory
-from rollout.scheduling.groups import Groups, Staleness, Wanted
+from rollout import GroupPolicy, Outcome, Prompt, Trajectory
+from rollout.scheduling.groups import Groups, Staleness
 from rollout.scheduling.members import GROUP_S, Member, MemberGroup
 from rollout.scheduling.selection import mean_length
 from rollout.seeds import Identity
 
 MEMBERS = 3
+#: How many groups a call wants, how many members of each, its policy, and restarts of a member.
+Wanted = tuple[int | None, int, GroupPolicy, int]
 
 
 class World:
@@ -40,8 +41,16 @@ class World:
         for member in range(MEMBERS):
             group.waiting.append(member_of(group, member))
 
-    def call(self, wanted: Wanted, moves: int) -> None:
-        groups, bound = Groups(wanted, lambda: self.version), wanted.staleness
+    def call(self, wanted: Wanted, moves: int, bound: Staleness | None = None) -> None:
+        how_many, members, policy, refills = wanted
+        groups = Groups(
+            how_many,
+            members,
+            policy,
+            refills=refills,
+            staleness=bound,
+            version=lambda: self.version,
+        )
         running: list[Member] = []
         for _ in range(moves):
             if groups.is_complete:
@@ -68,15 +77,15 @@ class World:
                     assert self.version - taken.version <= bound.most
                 if bound is not None and groups.consumed % bound.per_step == 0:
                     self.version += 1
-        if wanted.groups is not None:
+        if how_many is not None:
             while (taken := groups.take()) is not None:
                 self.ends[taken.number] += 1
-            assert groups.consumed <= wanted.groups
+            assert groups.consumed <= how_many
         for member in running:
             if member.group.is_complete:  # it was cancelled, and has ended
                 member.group.forget(member)
         left = groups.take_leftovers()
-        assert {m for m in left.carried if wanted.surplus == "cancel"} == set()
+        assert {m for m in left.carried if policy.surplus == "cancel"} == set()
         for member in left.carried:
             member.group.running.pop(member)
             member.group.waiting.insert(0, member)
@@ -95,10 +104,10 @@ class World:
             self.judge(groups, group)
 
     def judge(self, groups: Groups, group: MemberGroup) -> None:
-        chosen = group.choose(groups.wanted.members)
+        chosen = group.choose(groups.members)
         groups.complete(group)
         if groups.is_to_drop(group):
-            is_replaced = groups.wanted.on_group_deadline == "refill"
+            is_replaced = groups.policy.on_group_deadline == "refill"
             groups.settle(group, "replaced" if is_replaced else "dropped")
             self.ends[group.number] += 1
             return
@@ -118,14 +127,16 @@ def member_of(group: MemberGroup, member: int) -> Member:
     return Member(group.prompt, identity, group)
 
 
-WANTED = st.builds(
-    Wanted,
-    groups=st.none() | st.integers(1, 4),
-    members=st.integers(1, MEMBERS),
-    oversample=st.sampled_from([1.0, 1.5, 3.0]),
-    surplus=st.sampled_from(["cancel", "carry"]),
-    on_group_deadline=st.sampled_from(["keep", "drop", "refill"]),
-    refills=st.integers(0, 2),
+WANTED = st.tuples(
+    st.none() | st.integers(1, 4),
+    st.integers(1, MEMBERS),
+    st.builds(
+        GroupPolicy,
+        oversample=st.sampled_from([1.0, 1.5, 3.0]),
+        surplus=st.sampled_from(["cancel", "carry"]),
+        on_group_deadline=st.sampled_from(["keep", "drop", "refill"]),
+    ),
+    st.integers(0, 2),
 )
 
 #: Of the weights, between two calls.
@@ -151,7 +162,7 @@ def test_groups_staleness_of_what_is_taken_is_within_its_bound(
     seed: int, most: int, per_step: int, moves: int
 ) -> None:
     bound = Staleness(most=most, per_step=per_step, start=0)
-    World(seed).call(Wanted(groups=None, members=MEMBERS, staleness=bound), moves)
+    World(seed).call((None, MEMBERS, GroupPolicy(), 0), moves, bound)
 
 
 @given(
@@ -167,12 +178,11 @@ def test_groups_staleness_of_what_earlier_calls_left_is_within_its_bound(
     seed: int, calls: list[tuple[Wanted, int | None, int, int, int]]
 ) -> None:
     world = World(seed)
-    for policy, most, per_step, moves, updates in calls:
-        wanted = policy
-        if most is not None and wanted.groups is None:
+    for wanted, most, per_step, moves, updates in calls:
+        bound = None
+        if most is not None and wanted[0] is None:
             bound = Staleness(most=most, per_step=per_step, start=world.version)
-            wanted = attrs.evolve(wanted, staleness=bound)
-        world.call(wanted, moves)
+        world.call(wanted, moves, bound)
         world.version += updates
         kept = Counter(group.number for group in world.kept)
         assert kept + world.ends == Counter(range(world.pulled))

@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from rollout.chat.group import Group
 from rollout.types import Reward
 
 if TYPE_CHECKING:
-    from rollout.chat.group import Group
     from rollout.chat.trajectory import Trajectory
     from rollout.chat.transcript import Transcript
 
@@ -127,8 +127,8 @@ def check_reward_value(value: Any, trajectory: Trajectory, who: str = REWARD) ->
     )
 
 
-def check_group_values(value: Any, group: Group, who: str = GROUP_REWARD) -> list[Reward | None]:
-    """What `who` returned for a group: one reward for each member, in their order.
+def check_rewards(value: Any, subject: Trajectory | Group) -> list[Reward | None]:
+    """What a reward function returned: for a group one reward for each member, in their order.
 
     None stands for a member without one; what is returned for members that are not trainable is
     not looked at.
@@ -136,6 +136,9 @@ def check_group_values(value: Any, group: Group, who: str = GROUP_REWARD) -> lis
     Raises:
         BadRewardError: There are more or fewer, or one is none; see `check_reward_value`.
     """
+    if not isinstance(subject, Group):
+        return [check_reward_value(value, subject)]
+    group, who = subject, GROUP_REWARD
     listed = value.tolist() if hasattr(value, "tolist") else value
     count = len(group.trajectories)
     if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):

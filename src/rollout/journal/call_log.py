@@ -17,8 +17,9 @@ from rollout.journal.values import (
     pack_prompt,
     read_prompt,
 )
-from rollout.scheduling.members import RecordedGroup
+from rollout.scheduling.members import MemberGroup, RecordedGroup
 from rollout.scheduling.run_log import RecordedCall, RunLog
+from rollout.types import name_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from rollout.journal.index import RecordedPull
     from rollout.journal.journal import Journal
     from rollout.journal.records import Span
-    from rollout.scheduling.members import Member, MemberGroup
+    from rollout.scheduling.members import Member
     from rollout.types import Prompt
 
 
@@ -91,15 +92,15 @@ class CallLog(RunLog):
             missing=self._index.missing.pop(step, None),
         )
 
-    def _read_group(self, pull: RecordedPull) -> RecordedGroup:
+    def _read_group(self, pull: RecordedPull) -> MemberGroup:
         fields, group = self._index.read(pull.span).fields, pull.group
         uid = None if group is None else group.uid
         prompt = read_prompt(fields, uid=uid, media=self._index.contents)
-        if group is None:
-            return RecordedGroup(pull.number, prompt)
+        if group is None:  # no member of it began
+            return MemberGroup(pull.number, name_prompt(prompt, f"prompt-{pull.number}"))
         version = self._versions.get(group) if pull.delivered_in is None else None
-        where = group.step, group.call, pull.delivered_in
-        return RecordedGroup(pull.number, prompt, *where, version)
+        before = RecordedGroup(group.step, group.call, pull.delivered_in, version)
+        return MemberGroup(pull.number, prompt, before, version)
 
     def note_dropped(self, group: MemberGroup) -> None:
         """See `RunLog`."""
@@ -181,7 +182,7 @@ class CallLog(RunLog):
     def enrol(self, group: MemberGroup) -> None:
         """See `RunLog`. Members that an earlier process delivered or finished come first."""
         before, step = group.before, group.waiting[0].identity.step
-        if before is not None and before.call is not None:
+        if before is not None:
             call = before.call
         else:
             call = self._take_number(step, False)

@@ -42,7 +42,7 @@ def explain(
             name=call.name,
             step=call.step,
             seconds=now - call.began,
-            groups=call.groups.wanted.groups or 0,
+            groups=call.groups.wanted or 0,
             trajectories=tuple(
                 _member_waits(member, requests, now, call.began, waits_for_group=is_waiting)
                 for member, is_waiting in call.list_unfinished().items()

@@ -439,7 +439,7 @@ class RolloutRuntime:
 
     @contextmanager
     def _watched(self, call: ListCall, validate: bool) -> Iterator[BatchWindow]:
-        prompts, members = call.groups.wanted.groups, len(call.members)
+        prompts, members = call.groups.wanted, len(call.members)
         with self._watch.window(
             call.name, call.step, validate=validate, prompts=prompts or 0, trajectories=members
         ) as window:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import anyio
 
 from rollout.errors import RolloutError
+from rollout.limits import Deadline
 from rollout.scheduling.endings import (
     CLOSED,
     SURPLUS,
@@ -24,7 +25,7 @@ from rollout.scheduling.endings import (
     explain_cut,
     make_unstarted,
 )
-from rollout.scheduling.members import cancel_members
+from rollout.scheduling.members import GROUP_S, cancel_members
 from rollout.scheduling.selection import Selection
 from rollout.scheduling.trajectory_events import emit_group_ended
 from rollout.types import Outcome
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 
     from rollout.chat.trajectory import Trajectory
-    from rollout.limits import Deadline
     from rollout.scheduling.groups import Groups
     from rollout.scheduling.members import Member, MemberGroup
     from rollout.scheduling.scheduler import Scheduler
@@ -114,10 +114,6 @@ class Call(ABC):
     def _adopt_group(self) -> bool:
         """Adopt one more group, if there is one that it wants."""
         return False
-
-    def _end_late_groups(self, now: float) -> float:
-        """End the agents of groups whose own time is over; when the next one's will be."""
-        return math.inf
 
     @abstractmethod
     async def _settle_group(self, group: MemberGroup, wanted: Mapping[Member, Trajectory]) -> None:
@@ -261,7 +257,7 @@ class Call(ABC):
             recorded = self.scheduler.log.find_trajectory(member)
             if recorded is not None:
                 await anyio.lowlevel.checkpoint()
-                member.refills = self.groups.wanted.refills
+                member.refills = self.groups.refills
                 self._tally.add_calls(recorded.metrics)
                 await self.finish_member(member, recorded, is_unstarted=True)
             elif await self.scheduler.take_slot(member):
@@ -271,7 +267,15 @@ class Call(ABC):
                 await self._end_waiting(member)
 
     def _begin_member(self, member: Member) -> None:
-        """Start a member that has a slot, or let a carried one continue."""
+        """Start a member that has a slot, or let a carried one continue.
+
+        With the first one the time of its group begins.
+        """
+        group, group_s = member.group, self.groups.policy.group_s
+        if group.deadline is None and group_s is not None:
+            paused_s = self.scheduler.engines.paused_s()
+            group.deadline = Deadline.after(group_s, GROUP_S).later(-paused_s)
+            self.scheduler.change()  # for `_end_late_groups`
         if member.is_finished:  # it was carried, and ended while it waited here
             self.scheduler.release_slot(member)
             return
@@ -304,6 +308,22 @@ class Call(ABC):
         left = [*self.list_members(), *self.list_unrewarded()]
         cancel_members([m for m in left if m.cancel_reason is None], deadline=self.deadline)
         self.scheduler.change()
+
+    def _end_late_groups(self, now: float) -> float:
+        """End the agents of groups whose own time is over; when the next one's will be."""
+        first = math.inf
+        for group in self.groups.open if self.groups.policy.group_s is not None else ():
+            if group.deadline is None:
+                continue
+            deadline = group.deadline.later(self.scheduler.engines.paused_s())
+            if deadline.at > now:
+                first = min(first, deadline.at)
+                continue
+            group.deadline_met = deadline
+            members = [m for m in (*group.running, *group.waiting) if m.deadline_met is None]
+            agents = [member for member in members if member.concluding_since is None]
+            cancel_members(agents, deadline=deadline)
+        return first
 
     # Ends of members.
 
@@ -367,7 +387,7 @@ class Call(ABC):
 
     def _complete(self, group: MemberGroup) -> dict[Member, Trajectory]:
         """Cancel the members of a complete group that are not wanted; return the wanted ones."""
-        wanted = group.choose(self.groups.wanted.members)
+        wanted = group.choose(self.groups.members)
         cancel_members(self.groups.complete(group), SURPLUS)
         self._judging += 1
         return wanted
@@ -380,7 +400,7 @@ class Call(ABC):
         try:
             if self.groups.is_to_drop(group):
                 self.scheduler.log.note_dropped(group)
-                policy = self.groups.wanted.on_group_deadline
+                policy = self.groups.policy.on_group_deadline
                 verdict = "replaced" if policy == "refill" else "dropped"
                 self.groups.settle(group, verdict, f"{group.uid!r} met group_s")
                 emit_group_ended(self.scheduler.events, wanted, "dropped")

@@ -12,6 +12,7 @@ from rollout.chat.trajectory import Trajectory
 from rollout.chat.transcript import Transcript
 from rollout.errors import LimitExceeded
 from rollout.plurals import count
+from rollout.scheduling.rewards.functions import GROUP, SINGLE
 from rollout.types import Cause, Outcome
 
 if TYPE_CHECKING:
@@ -206,9 +207,9 @@ def _hint_at_tools(tally: Tally) -> None:
 
 def describe_ending(first: Trajectory) -> str:
     """Say in a line which trajectory ended how, and of what."""
-    if first.outcome is Outcome.FAILED and first.reason == "reward":
+    if first.outcome is Outcome.FAILED and first.reason == SINGLE:
         what = f"reward of {first.uid} failed"
-    elif first.outcome is Outcome.FAILED and first.reason == "group_reward":
+    elif first.outcome is Outcome.FAILED and first.reason == GROUP:
         what = f"group reward of {first.uid} failed"
     else:
         what = f"{first.uid}/{first.member} {first.outcome} ({first.reason})"

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import attrs
 
+from rollout.config.group_policy import GroupPolicy
 from rollout.errors import LimitExceeded
 from rollout.scheduling.members import GROUP_S, Member, MemberGroup
-from rollout.scheduling.rewards.score import REWARD_REASON
+from rollout.scheduling.rewards.functions import SINGLE
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
@@ -65,35 +66,6 @@ class Staleness:
         return (version + 1 - self.start) * self.per_step
 
 
-@attrs.frozen(kw_only=True)
-class Wanted:
-    """What a call wants, taken from its policy.
-
-    Attributes:
-        groups: How many; None: as many as its consumer takes.
-        members: Of each group.
-        oversample, on_group_deadline, surplus, max_refused: See `GroupPolicy`.
-        refills: How often a failed member is restarted.
-        staleness: How old what it takes may be; None: as old as it is.
-    """
-
-    groups: int | None
-    members: int
-    oversample: float = 1.0
-    max_refused: int | None = None
-    surplus: str = "cancel"
-    on_group_deadline: str = "keep"
-    refills: int = 0
-    staleness: Staleness | None = None
-
-    @property
-    def at_once(self) -> float:
-        """How many groups may be under way or finished at once; dropped ones count too."""
-        if self.groups is None:
-            return math.inf
-        return math.floor(round(self.groups * self.oversample, 6))  # 100 × 1.1 is more than 110
-
-
 class Leftovers(NamedTuple):
     """What a call leaves: groups for the next call, unwanted members, and those to be carried."""
 
@@ -109,17 +81,31 @@ class Groups:
     others are over. What is open or ready at the end is left to the next call.
 
     Args:
-        wanted: What the call wants.
+        policy: What the call takes, and what becomes of the others.
         version: The weights' version now.
 
     Attributes:
+        wanted: How many groups the call wants; None: as many as its consumer takes.
+        members: How many members of each.
+        refills: How often a failed member is restarted.
+        staleness: How old what it takes may be; None: as old as it is.
         open: Those that are under way, in the order in which they were adopted.
         counts: Groups by what became of them.
         consumed: Groups that the consumer has taken.
     """
 
-    def __init__(self, wanted: Wanted, version: Callable[[], int] = lambda: 0) -> None:
-        self.wanted, self._version = wanted, version
+    def __init__(
+        self,
+        wanted: int | None,
+        members: int,
+        policy: GroupPolicy | None = None,
+        *,
+        refills: int = 0,
+        staleness: Staleness | None = None,
+        version: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.wanted, self.members, self.policy = wanted, members, policy or GroupPolicy()
+        self.refills, self.staleness, self._version = refills, staleness, version
         self.open: dict[MemberGroup, None] = {}
         self.counts: Counter[str] = Counter()
         self.consumed = 0
@@ -138,55 +124,61 @@ class Groups:
         if self._is_stopped or self._has_all_prompts or self.is_complete:
             return False
         under_way = len(self.open) + len(self._ready)
-        if self.wanted.groups is not None:
+        if self.wanted is not None:
             dropped = self.counts["dropped"]
-            return self.consumed + under_way + dropped < self.wanted.at_once
-        if self.wanted.staleness is not None:
-            return self.consumed + under_way < self.wanted.staleness.count_allowed(self._version())
+            return self.consumed + under_way + dropped < self._most_at_once
+        if self.staleness is not None:
+            return self.consumed + under_way < self.staleness.count_allowed(self._version())
         return len(self._ready) < GROUP_BUFFER
+
+    @property
+    def _most_at_once(self) -> float:
+        """How many groups may be under way or finished at once; dropped ones count too."""
+        assert self.wanted is not None
+        return math.floor(round(self.wanted * self.policy.oversample, 6))  # 100 × 1.1 is over 110
 
     @property
     def waits_for(self) -> str:
         """A message where nothing may start before the weights are newer; else empty."""
         is_idle = not (self.open or self._ready or self._is_stopped)
-        if not is_idle or self.wanted.staleness is None or self.wants_group:
+        if not is_idle or self.staleness is None or self.wants_group:
             return ""
         return WAITS_FOR_VERSION % self.consumed
 
     @property
     def has_all(self) -> bool:
         """Whether it has accepted as many as it wants."""
-        return self.wanted.groups is not None and self.counts["accepted"] >= self.wanted.groups
+        return self.wanted is not None and self.counts["accepted"] >= self.wanted
 
     @property
     def is_complete(self) -> bool:
         """Whether it has as many as it wants, or will never have more."""
-        groups, found = self.wanted.groups, self.consumed + len(self._ready)
+        groups, found = self.wanted, self.consumed + len(self._ready)
         if groups is not None and found >= groups:
             return True
         if self._is_stopped or self._has_all_prompts:
             return not self.open
-        is_full = groups is not None and found + self.counts["dropped"] >= self.wanted.at_once
+        is_full = groups is not None and found + self.counts["dropped"] >= self._most_at_once
         return is_full and not self.open
 
     @property
     def has_refused_too_many(self) -> bool:
         """Whether `max_refused` is passed."""
-        most = self.wanted.max_refused
+        most = self.policy.max_refused
         return most is not None and self._count_refused() > most
 
     def _count_refused(self) -> int:
         """How many groups count for `max_refused`."""
-        if self.wanted.groups is None:
+        if self.wanted is None:
             return self._refused_in_a_row
         return self.counts["refused"] + self.counts["replaced"]
 
     def make_refused_error(self) -> LimitExceeded:
         """The error of a call that has refused too many groups."""
-        which = "groups" if self.wanted.groups is not None else "groups one after the other"
+        which = "groups" if self.wanted is not None else "groups one after the other"
         over = " or met group_s" if self.counts["replaced"] + self.counts["dropped"] else ""
         return LimitExceeded(
-            f"scheduling.groups.max_refused = {self.wanted.max_refused}: {self._count_refused()} "
+            f"scheduling.groups.max_refused = {self.policy.max_refused}: {self._count_refused()} "
             f"{which} were refused{over} and {self.counts['accepted']} accepted; "
             f"the first: {self._first_refusal}",
             source="scheduling.groups.max_refused",
@@ -210,13 +202,13 @@ class Groups:
         One that was complete for another call has cancelled the members not wanted there, and may
         have too few here; or its tokens are too old.
         """
-        if group.is_complete and len(group.ended) < self.wanted.members:
+        if group.is_complete and len(group.ended) < self.members:
             return group.restart()
         if not group.is_sampled:
             return group
         # After a resumption the weights may be older than those that it has tokens of.
         group.version = min(_get_version(group), self._version())
-        if self.wanted.staleness is None or self._is_takeable(group, self.wanted.staleness):
+        if self.staleness is None or self._is_takeable(group, self.staleness):
             return group
         self.counts["restarted"] += 1
         if self.counts["restarted"] == 1:
@@ -255,8 +247,8 @@ class Groups:
         if group.is_complete:
             return None
         # Where only the reward failed the tokens are good, and `rewards.retries` has called again.
-        failed = trajectory.outcome is Outcome.FAILED and trajectory.reason != REWARD_REASON
-        if failed and not self._is_stopped and member.refills < self.wanted.refills:
+        failed = trajectory.outcome is Outcome.FAILED and trajectory.reason != SINGLE
+        if failed and not self._is_stopped and member.refills < self.refills:
             refills = member.refills + 1
             again = Member(member.prompt, member.identity, group, refills=refills, log=member.log)
             group.waiting.append(again)
@@ -271,11 +263,11 @@ class Groups:
 
     def can_judge(self, group: MemberGroup) -> bool:
         """Whether a group can be judged: its wanted members, or its own time, have ended."""
-        return bool(group.choose(self.wanted.members)) or self.is_to_drop(group)
+        return bool(group.choose(self.members)) or self.is_to_drop(group)
 
     def is_to_drop(self, group: MemberGroup) -> bool:
         """Whether a group is dropped or replaced because it met its own deadline."""
-        return self.wanted.on_group_deadline != "keep" and group.is_overdue
+        return self.policy.on_group_deadline != "keep" and group.is_overdue
 
     def complete(self, group: MemberGroup) -> list[Member]:
         """Note that a group is complete; return its unwanted members, which are to be cancelled."""
@@ -298,7 +290,7 @@ class Groups:
             self._first_refusal = self._first_refusal or why
             return
         self._refused_in_a_row = 0
-        if self.wanted.groups is None:  # a stream counts those that come one after the other
+        if self.wanted is None:  # a stream counts those that come one after the other
             self._first_refusal = ""
         self._ready.append(group)
 
@@ -309,9 +301,9 @@ class Groups:
 
         It waits where groups that are due earlier could not be taken in time after this one.
         """
-        if not self._ready or self.consumed == self.wanted.groups:
+        if not self._ready or self.consumed == self.wanted:
             return None
-        bound, group = self.wanted.staleness, self._ready[0]
+        bound, group = self.staleness, self._ready[0]
         if bound is not None:
             group = min(self._ready, key=lambda each: self._find_due_version(each, bound))
             due = self._find_due_version(group, bound)
@@ -343,7 +335,7 @@ class Groups:
             may_carry: False while the runtime is being closed.
         """
         self.stop()
-        carries = self.wanted.surplus == "carry" and may_carry
+        carries = self.policy.surplus == "carry" and may_carry
         left = Leftovers([*self._ready], [], [])
         self.counts["carried"] += len(self._ready)
         for group in self.open:

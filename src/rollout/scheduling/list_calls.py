@@ -10,7 +10,7 @@ import anyio
 from rollout.chat.trajectory import Trajectory
 from rollout.scheduling.calls import Call
 from rollout.scheduling.endings import CLOSED, LOST
-from rollout.scheduling.groups import Groups, Wanted
+from rollout.scheduling.groups import Groups
 from rollout.scheduling.members import cancel_members
 from rollout.scheduling.trajectory_events import emit_group_ended
 
@@ -53,7 +53,7 @@ class ListCall(Call):
         deadline: Deadline,
     ) -> None:
         self.members = [member for group in batch for member in group.waiting]
-        groups = Groups(Wanted(groups=len(batch), members=samples))
+        groups = Groups(len(batch), samples)
         groups.stop_pulling()
         super().__init__(
             scheduler,

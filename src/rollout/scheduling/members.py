@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 import attrs
@@ -112,25 +112,20 @@ def cancel_members(
                 code.cancel()
 
 
-@attrs.frozen
-class RecordedGroup:
-    """A prompt that an earlier process pulled, in its journal.
+class RecordedGroup(NamedTuple):
+    """What the journal has of a group whose members an earlier process began.
 
     Attributes:
-        number: Its number among all prompts that the run pulled.
-        prompt: With the uid that its group had, or as its source gave it where none began.
-        step: Of the call that began its members.
-        call: The number of the group among those of its step with this uid; None: none began.
+        step: Of the call that began them.
+        call: The number of the group among those of its step with this uid.
         delivered_in: The step of the call that delivered it; None: none did.
         version: The oldest weights that sampled for it; None: none did, or it was delivered.
     """
 
-    number: int
-    prompt: Prompt
-    step: int = 0
-    call: int | None = None
-    delivered_in: int | None = None
-    version: int | None = None
+    step: int
+    call: int
+    delivered_in: int | None
+    version: int | None
 
 
 @attrs.define(eq=False)
@@ -139,7 +134,7 @@ class MemberGroup:
 
     Attributes:
         number: Its number among the prompts of its call, or among all that the runtime pulled.
-        before: What the journal has of it from an earlier process.
+        before: What the journal has of it, where an earlier process began it.
         version: The oldest of the weights that sampled for it, or may have; None before a call
             adopted it, where the journal has no tokens of it either.
         is_complete: Whether the wanted members have ended; no other is wanted.

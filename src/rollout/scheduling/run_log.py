@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from rollout.chat.trajectory import Trajectory
     from rollout.errors import JournalError
-    from rollout.scheduling.members import Member, MemberGroup, RecordedGroup
+    from rollout.scheduling.members import Member, MemberGroup
     from rollout.types import Prompt
 
 
@@ -26,22 +26,9 @@ class RecordedCall(NamedTuple):
         missing: Without how many groups it returned; None: it did not return so.
     """
 
-    groups: list[RecordedGroup]
+    groups: list[MemberGroup]
     pull_count: int = 0
     missing: int | None = None
-
-    def has_returned(self, wanted: int | None) -> bool:
-        """Whether the call ended, one that wants so many groups: it pulls nothing more.
-
-        Args:
-            wanted: None: as many as are asked for.
-        """
-        has_all = wanted is not None and self.count_delivered() >= wanted
-        return self.missing is not None or has_all
-
-    def count_delivered(self) -> int:
-        """How many groups it delivered."""
-        return sum(group.delivered_in is not None for group in self.groups)
 
 
 class RunLog:

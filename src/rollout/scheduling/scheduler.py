@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from rollout.chat.trajectory import Trajectory
     from rollout.scheduling.admission import Admission
-    from rollout.scheduling.members import Member, RecordedGroup
+    from rollout.scheduling.members import Member
     from rollout.scheduling.run_log import RunLog
     from rollout.scheduling.trajectory import TrajectoryRunner
 
@@ -209,14 +209,6 @@ class Scheduler:
             self.tell_end(member, trajectory)
 
     # Groups that no call has.
-
-    def restore(self, recorded: Iterable[RecordedGroup]) -> None:
-        """Keep the groups that the journal has for a call that begins."""
-        for each in recorded:
-            prompt, before = each.prompt, each if each.call is not None else None
-            if before is None:  # no member of it began
-                prompt = name_prompt(prompt, f"prompt-{each.number}")
-            self.keep([MemberGroup(each.number, prompt, before, each.version)])
 
     def keep(self, groups: Iterable[MemberGroup]) -> None:
         """Keep groups for the next call."""

@@ -14,7 +14,7 @@ from rollout.errors import ConfigError, PromptError
 from rollout.limits import CARRY_S
 from rollout.scheduling.endings import describe_ending
 from rollout.scheduling.members import GROUP_S
-from rollout.scheduling.rewards.score import GROUP_REWARD_REASON, REWARD_REASON
+from rollout.scheduling.rewards.functions import GROUP, SINGLE
 from rollout.types import Outcome
 from rollout.user_files import named_object
 
@@ -205,4 +205,4 @@ def is_cut_off(trajectory: Trajectory) -> bool:
     if trajectory.outcome is Outcome.CANCELLED:
         return True
     is_over = trajectory.outcome is Outcome.DEADLINE and trajectory.limit_source in CUTTING_LIMITS
-    return is_over and trajectory.reason not in (REWARD_REASON, GROUP_REWARD_REASON)
+    return is_over and trajectory.reason not in (SINGLE, GROUP)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,8 @@ from rollout.limits import NEVER, Deadline
 from rollout.scheduling.call_arguments import check_group_call, check_source
 from rollout.scheduling.calls import Call
 from rollout.scheduling.endings import SURPLUS
-from rollout.scheduling.groups import Groups, Staleness, Wanted
-from rollout.scheduling.members import GROUP_S, cancel_members
+from rollout.scheduling.groups import Groups, Staleness
+from rollout.scheduling.members import cancel_members
 from rollout.scheduling.selection import call_accept, describe_refusal, find_accept
 from rollout.scheduling.trajectory_events import emit_group_ended
 from rollout.scopes import find_propagating
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
 
 #: A consumer that waits for so long, and for itself, gets a hint in the log.
 HINT_S = 5.0
+#: The method whose call wants as many groups as its consumer takes.
+STREAM = "stream_groups"
 #: Reason of carried members whose tokens are too old to take.
 STALE = "stale"
 
@@ -81,25 +82,22 @@ class SourceCall(Call):
                 f"policy.members = {policy.members}: expected at most "
                 f"scheduling.samples_per_prompt = {samples}"
             )
-        self._accept, self._group_s, staleness = find_accept(policy.accept), policy.group_s, None
+        self._accept, is_stream, staleness = find_accept(policy.accept), name == STREAM, None
         if max_staleness is not None:
             most, per_step = int(max_staleness), int(groups_per_step)  # NumPy's could overflow
             staleness = Staleness(most=most, per_step=per_step, start=engines.weight_version)
-        is_stream = name == "stream_groups"
-        wanted = Wanted(
-            groups=None if is_stream else int(groups),
-            members=policy.members or samples,
-            oversample=policy.oversample,
-            max_refused=policy.max_refused,
-            surplus=policy.surplus,
-            on_group_deadline=policy.on_group_deadline,
+        found = Groups(
+            None if is_stream else int(groups),
+            policy.members or samples,
+            policy,
             refills=config.scheduling.max_retries if policy.refill_failed else 0,
             staleness=staleness,
+            version=lambda: engines.weight_version,
         )
         batch_s = config.limits.batch_s
         super().__init__(
             scheduler,
-            Groups(wanted, lambda: engines.weight_version),
+            found,
             name=name,
             step=step,
             deadline=NEVER if is_stream else Deadline.after(batch_s, "limits.batch_s"),
@@ -109,14 +107,15 @@ class SourceCall(Call):
         # What an earlier process recorded of the call. Until the consumer wants more than that,
         # the source is not asked.
         self._before = before = scheduler.log.take_call(step)
-        self.groups.counts["dropped"] = before.missing or 0
-        self.is_replayed = before.has_returned(wanted.groups)
-        self._recorded_count = before.count_delivered()
-        self._wants_more = not self._recorded_count
+        found.counts["dropped"] = before.missing or 0
+        self._delivered = sum(group.was_delivered for group in before.groups)
+        has_all = found.wanted is not None and self._delivered >= found.wanted
+        self.is_replayed = has_all or before.missing is not None
+        self._wants_more = not self._delivered
 
     def _begin(self) -> None:
         """Queue the groups that the journal has for it."""
-        self.scheduler.restore(self._before.groups)
+        self.scheduler.keep(self._before.groups)
 
     @property
     def _is_done(self) -> bool:
@@ -206,31 +205,6 @@ class SourceCall(Call):
         elif self.scheduler.has_free_slot and self._wants_more and not self.is_replayed:
             source.ask(self.step)
 
-    def _begin_member(self, member: Member) -> None:
-        """Start a member that has a slot; with the first one the time of its group begins."""
-        group = member.group
-        if group.deadline is None and self._group_s is not None:
-            paused_s = self.scheduler.engines.paused_s()
-            group.deadline = Deadline.after(self._group_s, GROUP_S).later(-paused_s)
-            self.scheduler.change()  # for `_end_late_groups`
-        super()._begin_member(member)
-
-    def _end_late_groups(self, now: float) -> float:
-        """End the agents of groups whose own time is over; when the next one's will be."""
-        first = math.inf
-        for group in self.groups.open if self._group_s is not None else ():
-            if group.deadline is None:
-                continue
-            deadline = group.deadline.later(self.scheduler.engines.paused_s())
-            if deadline.at > now:
-                first = min(first, deadline.at)
-                continue
-            group.deadline_met = deadline
-            members = [m for m in (*group.running, *group.waiting) if m.deadline_met is None]
-            agents = [member for member in members if member.concluding_since is None]
-            cancel_members(agents, deadline=deadline)
-        return first
-
     async def _settle_group(self, group: MemberGroup, wanted: Mapping[Member, Trajectory]) -> None:
         """Have `accept` judge a group; where it raises, which ends the call, the group is left."""
         result = Group.of(group.uid, group.prompt, list(wanted.values()))
@@ -266,7 +240,7 @@ class SourceCall(Call):
             if self.failure is not None or self.groups.is_complete:
                 return None
             had = self.groups.consumed + self.groups.counts["refused"]
-            if not self._wants_more and had >= self._recorded_count:
+            if not self._wants_more and had >= self._delivered:
                 self._wants_more = True
                 self.scheduler.change()
             with anyio.CancelScope(deadline=hint_at) as scope:
@@ -286,7 +260,7 @@ class SourceCall(Call):
         Args:
             missing: How many groups fewer than it wanted the caller gets, without an error.
         """
-        log, count = self.scheduler.log, self.groups.wanted.members
+        log, count = self.scheduler.log, self.groups.members
         new = [group for group in groups if not group.delivery]  # else a caller was cancelled
         members = [member for group in new for member in group.choose(count)]
         number = log.note_delivery(members, self.step, missing)
@@ -334,7 +308,7 @@ class SourceCall(Call):
         """
         if self.failure is not None:
             return self.failure
-        wanted = self.groups.wanted.groups or 0
+        wanted = self.groups.wanted or 0
         is_short = found < wanted - self.groups.counts["dropped"]
         if self._met_deadline and (is_short or self._config.on_deadline == "raise"):
             return self.deadline.error()

@@ -91,7 +91,7 @@ class TrajectoryRun:
         context, code: Its agent's, once that runs.
         cause: Root cause of its failure.
         stuck: Clean-up that did not end.
-        discarded_tokens, resumes, restarts, calls: Of the attempts before, for the metrics.
+        restarts, counts: Of the attempts before, for the metrics.
     """
 
     def __init__(self, containment: Containment, member: Member, deadline: Deadline) -> None:
@@ -104,9 +104,8 @@ class TrajectoryRun:
         self.code: Contained[None]
         self.cause: Cause | None = None
         self.stuck: tuple[UnresponsiveError, ...] = ()
-        self.discarded_tokens = self.resumes = 0
-        self.restarts: tuple[str, ...] = ()
-        self.calls: Mapping[str, float] = {}
+        self.restarts: list[str] = []
+        self.counts: Mapping[str, float] = {}
 
     @property
     def unresponsive(self) -> UnresponsiveError | None:
@@ -126,11 +125,8 @@ class TrajectoryRun:
 
     def begin_again(self) -> None:
         """Begin another attempt, from the start; the tokens of this one are discarded."""
-        context = self.context
-        self.discarded_tokens += context.state.discarded_tokens + self.tokens
-        self.resumes += context.state.resumes
-        self.restarts += tuple(context.state.restarts)
-        self.calls = _count_calls(self)
+        self.counts = _sum_counts(self, discarded_tokens=self.tokens)
+        self.restarts += self.context.state.restarts
         self.attempt += 1
         self.cause, self.stuck = None, ()
 
@@ -379,16 +375,26 @@ def _check_numbers(name: str, values: list[Any]) -> list[float]:
     return values
 
 
-def _count_calls(run: TrajectoryRun) -> dict[str, float]:
-    """Sum the calls of all attempts so far; of ``tool/TOOL/seconds_max``, take the maximum."""
-    tools, calls = run.context.state.used_tools, dict[str, float](tool_calls=0, tool_errors=0)
-    if tools is not None:
+def _sum_counts(run: TrajectoryRun, discarded_tokens: int = 0) -> dict[str, float]:
+    """Sum what all attempts so far did; of ``tool/TOOL/seconds_max``, take the maximum.
+
+    Args:
+        discarded_tokens: Those of the present one that are discarded with it.
+    """
+    state = run.context.state
+    counts: dict[str, float] = {
+        "tool_calls": 0,
+        "tool_errors": 0,
+        "discarded_tokens": state.discarded_tokens + discarded_tokens,
+        "resumes": state.resumes,
+    }
+    if (tools := state.used_tools) is not None:
         tools.abandon()  # calls of code that was stopped will not end
-        calls |= {"tool_calls": tools.calls, "tool_errors": tools.errors, **tools.counts}
-    for name, value in run.calls.items():
-        known = calls.get(name, 0.0)
-        calls[name] = max(known, value) if name.endswith("/seconds_max") else known + value
-    return calls
+        counts |= {"tool_calls": tools.calls, "tool_errors": tools.errors, **tools.counts}
+    for name, value in run.counts.items():
+        known = counts.get(name, 0.0)
+        counts[name] = max(known, value) if name.endswith("/seconds_max") else known + value
+    return counts
 
 
 def _metrics(run: TrajectoryRun, restarts: int) -> dict[str, float]:
@@ -397,13 +403,11 @@ def _metrics(run: TrajectoryRun, restarts: int) -> dict[str, float]:
     return {
         "generation_s": context.state.generation_s,
         "tool_s": 0.0 if tools is None else tools.seconds,
-        **_count_calls(run),
+        **_sum_counts(run),
         "cached_tokens": context.state.cached_tokens,
         **{name: value for name in rare if (value := getattr(context.state, name))},
         **({} if tools is None else tools.metrics),
         "attempts": run.attempt,
-        "discarded_tokens": run.discarded_tokens + context.state.discarded_tokens,
-        "resumes": run.resumes + context.state.resumes,
         "restarts": restarts,
     }
 

@@ -44,7 +44,8 @@ EXPECTED = (
 EXPECTED_OF_GROUP = (
     "expected group_reward(group) -> a sequence of float | Reward | None, one for each member"
 )
-#: What the functions are called in `open_rollout`, in messages and in counts.
+#: What the functions are called in `open_rollout`, in messages and counts, and the reasons of
+#: trajectories whose reward is not known.
 SINGLE, GROUP = "reward", "group_reward"
 
 
@@ -77,6 +78,11 @@ class LoadedReward:
     verl_names: tuple[str, ...] = ()
     takes_sandbox: bool = False
     ref: FunctionRef | None = None
+
+    @property
+    def is_group(self) -> bool:
+        """Whether it takes a group."""
+        return self.what == GROUP
 
     @property
     def runs_in_thread(self) -> bool:
@@ -171,31 +177,52 @@ def check_reward(function: Any, where: str = "", *, is_group: bool = False) -> L
     Raises:
         ConfigError: It is no function, or of another signature; says what it is.
     """
-    signature, fault = _read_signature(function), _find_fault(function)
-    verl_names: tuple[str, ...] = ()
-    takes_sandbox = False
-    if signature is not None and not fault:
-        takes_sandbox = _names_sandbox(signature)
-        verl_names = () if is_group else _find_verl_names(signature)
-        if is_group and takes_sandbox:
-            fault = "names sandbox, and the members of a group have none any more: use reward"
-        elif is_group:
-            fault = _find_mismatch(signature, "one group", None)
-        elif verl_names:
-            fault = _find_mismatch(signature, ", ".join(verl_names), **dict.fromkeys(verl_names))
-        elif "completions" in signature.parameters:
-            fault = "is called with lists by TRL's trainer, here with one trajectory at a time"
-        elif not takes_sandbox:
-            fault = _find_mismatch(signature, "one trajectory", None)
-        elif not is_async(function):
-            fault = "names sandbox, whose methods are awaited, and is not async"
-        else:
-            fault = _find_mismatch(signature, "one trajectory and its sandbox", None, sandbox=None)
-    what = GROUP if is_group else SINGLE
+    what, fault = GROUP if is_group else SINGLE, _find_fault(function)
+    loaded = LoadedReward(function, what)
+    if not fault:
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):
+            return loaded
+        loaded, fault = _read_signature(loaded, signature)
     if fault:
         expected = EXPECTED_OF_GROUP if is_group else EXPECTED
         raise ConfigError(f"{where or what} = {describe_function(function)}: {fault}; {expected}")
-    return LoadedReward(function, what, verl_names, takes_sandbox and not verl_names)
+    return loaded
+
+
+def _find_fault(function: Any) -> str:
+    """Say why it is no function that returns something; empty where it is one."""
+    if isinstance(function, str):
+        return "cannot be called; a function's name is written 'package.module:name'"
+    if isinstance(function, type) and not issubclass(function, Reward | int | float):
+        return "a class, not one of its objects"
+    if not callable(function):
+        return "cannot be called"
+    for each in (function, function.__call__):
+        if inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each):
+            return "yields, and does not return"
+    return ""
+
+
+def _read_signature(loaded: LoadedReward, signature: inspect.Signature) -> tuple[LoadedReward, str]:
+    """Find out how a function is called, and why it cannot be; empty where it can."""
+    if loaded.is_group:
+        fault = "names sandbox, and the members of a group have none any more: use reward"
+        is_fit = not _names_sandbox(signature)
+        return loaded, _find_mismatch(signature, "one group", None) if is_fit else fault
+    names = _find_verl_names(signature)
+    if names:
+        loaded = attrs.evolve(loaded, verl_names=names)
+        return loaded, _find_mismatch(signature, ", ".join(names), **dict.fromkeys(names))
+    if "completions" in signature.parameters:
+        return loaded, "is called with lists by TRL's trainer, here with one trajectory at a time"
+    if not _names_sandbox(signature):
+        return loaded, _find_mismatch(signature, "one trajectory", None)
+    loaded = attrs.evolve(loaded, takes_sandbox=True)
+    if not is_async(loaded.function):
+        return loaded, "names sandbox, whose methods are awaited, and is not async"
+    return loaded, _find_mismatch(signature, "one trajectory and its sandbox", None, sandbox=None)
 
 
 def _find_verl_names(signature: inspect.Signature) -> tuple[str, ...]:
@@ -226,28 +253,6 @@ def _find_mismatch(signature: inspect.Signature, subject: str, *args: Any, **nam
     except TypeError as error:
         return f"cannot be called with {subject}: {error}"
     return ""
-
-
-def _find_fault(function: Any) -> str:
-    """Say why it is no function that returns something; empty where it is one."""
-    if isinstance(function, str):
-        return "cannot be called; a function's name is written 'package.module:name'"
-    if isinstance(function, type) and not issubclass(function, Reward | int | float):
-        return "a class, not one of its objects"
-    if not callable(function):
-        return "cannot be called"
-    for each in (function, function.__call__):
-        if inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each):
-            return "yields, and does not return"
-    return ""
-
-
-def _read_signature(function: Any) -> inspect.Signature | None:
-    """None where there is none to be read."""
-    try:
-        return inspect.signature(function)
-    except (TypeError, ValueError):
-        return None
 
 
 def make_verl_arguments(

@@ -14,7 +14,7 @@ import msgspec
 
 from rollout.chat.group import Group
 from rollout.chat.plain_data import NotPlainError, encoder, simplify, to_plain
-from rollout.chat.reward_values import BadRewardError, check_group_values, check_reward_value
+from rollout.chat.reward_values import BadRewardError, check_rewards
 from rollout.chat.trajectory_codec import CompleteTrajectory, pack_complete, unpack_complete
 from rollout.child_processes import (
     ChildDiedError,
@@ -104,8 +104,8 @@ class RewardProcesses:
         subject: Trajectory | Group,
         tokenizer: Any,
         begin: Callable[[], None],
-    ) -> Any:
-        """A reward, or those of a group; cancellation kills the process with the process's group.
+    ) -> list[Reward | None]:
+        """The reward, or those of a group; cancellation kills the process with the process's group.
 
         Args:
             tokenizer: Decodes responses for functions that were written for verl.
@@ -128,12 +128,11 @@ class RewardProcesses:
                     for each in self._functions:
                         await child.ask(each)
                 begin()
-                rewards = _read_rewards(await child.ask(function.ref, body))
+                return _read_rewards(await child.ask(function.ref, body))
         except ChildDiedError as error:
             raise RewardProcessError(
                 f"its process {error} before it had answered; another process takes its place"
             ) from None
-        return rewards if isinstance(subject, Group) else rewards[0]
 
 
 def write_request(function: LoadedReward, subject: Trajectory | Group, tokenizer: Any) -> bytes:
@@ -142,7 +141,7 @@ def write_request(function: LoadedReward, subject: Trajectory | Group, tokenizer
     Raises:
         NotPlainError: Something in it is no plain data.
     """
-    is_group, keywords = isinstance(subject, Group), None
+    keywords = None
     members = subject.trajectories if isinstance(subject, Group) else [subject]
     try:
         if function.verl_names:
@@ -152,23 +151,21 @@ def write_request(function: LoadedReward, subject: Trajectory | Group, tokenizer
     except NotPlainError as error:
         error.what += ", to be handed over with rewards.processes"
         raise
-    return encoder.encode(RewardRequest(subjects, is_group, keywords))
+    return encoder.encode(RewardRequest(subjects, function.is_group, keywords))
 
 
 def answer(function: Any, body: bytes) -> bytes:
     """The child: the rewards of a request; raises what the function raises."""
     request = _read_request(body)
-    members, group = list(map(unpack_complete, request.subjects)), None
+    members = list(map(unpack_complete, request.subjects))
+    subject: Trajectory | Group = members[0]
     if request.is_group:
-        group = Group.of(members[0].uid, members[0].prompt, members)
-    if request.keywords is not None:
+        subject = Group.of(members[0].uid, members[0].prompt, members)
+    if request.keywords is None:
+        value = resolve_outcome(function(subject))
+    else:
         value = resolve_outcome(function(**request.keywords))
-    else:
-        value = resolve_outcome(function(group or members[0]))
-    if group is not None:
-        rewards = check_group_values(value, group)
-    else:
-        rewards = [check_reward_value(value, members[0])]
+    rewards = check_rewards(value, subject)
     return encoder.encode(
         [each and _make_plain(each, f"rewards[{at}].extra") for at, each in enumerate(rewards)]
     )

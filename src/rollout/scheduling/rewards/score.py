@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import anyio
 import attrs
@@ -18,33 +18,31 @@ from rollout.chat.reward_values import (
     GROUP_REWARD,
     REWARD,
     apply_reward,
-    check_group_values,
-    check_reward_value,
+    check_rewards,
 )
 from rollout.child_processes import ChildRaisedError
 from rollout.containment import Contained, UnresponsiveError
 from rollout.limits import Deadline
 from rollout.scheduling.endings import end_without_reward, exclude
-from rollout.scheduling.rewards.functions import GROUP, SINGLE, LoadedReward, RewardFunctions
+from rollout.scheduling.rewards.functions import RewardFunctions
 from rollout.scheduling.rewards.processes import RewardProcesses
 from rollout.scheduling.trajectory_events import emit_rewarded
 from rollout.scopes import find_exception
 from rollout.types import Cause, Outcome, Reward
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from rollout.chat.trajectory import Trajectory
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.scheduling.members import Member
+    from rollout.scheduling.rewards.functions import LoadedReward
 
 logger = logging.getLogger("rollout.scheduling")
 
 #: Pauses between retries double up to this.
 MAX_PAUSE_S = 30.0
 LIMIT = "limits.reward_s"
-#: Reasons of trajectories whose reward is not known.
-REWARD_REASON, GROUP_REWARD_REASON = SINGLE, GROUP
 
 
 @attrs.frozen
@@ -92,11 +90,8 @@ class Rewarding:
         """
         function = self.functions.single
         assert function is not None
-        what = f"reward of trajectory {trajectory.uid}/{trajectory.member}"
-        call = RewardCall(self, function, [member], what)
         sandbox = get_sandbox() if function.takes_sandbox else None
-        reward = await call.run(partial(_copy, trajectory), sandbox)
-        self._give(call, [trajectory], [reward])
+        await self._reward(function, {member: trajectory}, sandbox)
 
     async def reward_group(self, ended: Mapping[Member, Trajectory]) -> None:
         """Call the function of a group for its wanted members.
@@ -107,48 +102,41 @@ class Rewarding:
         function = self.functions.group
         assert function is not None
         _end_cancelled(ended)
-        members = [member for member, each in ended.items() if each.trainable]
-        if members:
-            what = f"reward of the group {members[0].identity.uid}"
-            call = RewardCall(self, function, members, what)
-            rewards = await call.run(partial(_copy_group, ended))
-            _end_cancelled(ended)
-            if isinstance(rewards, RewardFailure):
-                rewards = [rewards] * len(ended)
-            self._give(call, list(ended.values()), rewards)
+        if any(trajectory.trainable for trajectory in ended.values()):
+            await self._reward(function, ended)
 
-    def _give(
+    async def _reward(
         self,
-        call: RewardCall,
-        trajectories: Sequence[Trajectory],
-        rewards: Sequence[Reward | RewardFailure | None],
+        function: LoadedReward,
+        ended: Mapping[Member, Trajectory],
+        sandbox: TrajectorySandbox | None = None,
     ) -> None:
-        """Apply rewards, or their failures, to those that are trainable.
-
-        None: the group's function has no reward for this member.
-        """
-        for trajectory, reward in zip(trajectories, rewards, strict=True):
+        """Call a function, and give its rewards, or why there are none, to those trainable."""
+        call, failure = RewardCall(self, function, ended, sandbox), None
+        rewards = await call.run()
+        if function.is_group:
+            _end_cancelled(ended)
+        if isinstance(rewards, RewardFailure):
+            failure, rewards = rewards, [None] * len(ended)
+        for trajectory, reward in zip(ended.values(), rewards, strict=True):
             if not trajectory.trainable:
                 continue
-            match reward:
-                case RewardFailure(source=str(source)) if source == trajectory.limit_source:
-                    exclude(trajectory)  # that limit has ended its agent already
-                case RewardFailure(outcome, reason, source, cause):
-                    end_without_reward(trajectory, outcome, reason, source, cause)
-                case None:
-                    exclude(trajectory)
-                case _:
-                    apply_reward(trajectory, reward)
-            trajectory.metrics[f"{call.function.what}_s"] = anyio.current_time() - call.since
+            if reward is not None:
+                apply_reward(trajectory, reward)
+            elif failure is None or failure.source == (trajectory.limit_source or ""):
+                exclude(trajectory)  # the group has none for it; or that limit has ended its agent
+            else:
+                why = failure.reason, failure.source, failure.cause
+                end_without_reward(trajectory, failure.outcome, *why)
+            trajectory.metrics[f"{function.what}_s"] = anyio.current_time() - call.since
         if self.services.events.is_on:
-            failure = next((str(each) for each in rewards if isinstance(each, RewardFailure)), "")
             emit_rewarded(
                 self.services.events,
                 call.members[0],
                 call.since,
-                None if call.is_group else trajectories[0].reward,
-                failure,
-                is_group=call.is_group,
+                None if function.is_group else next(iter(ended.values())).reward,
+                "" if failure is None else str(failure),
+                is_group=function.is_group,
             )
 
 
@@ -156,10 +144,11 @@ class RewardCall:
     """A call of a reward function, with its retries; it ends once nobody waits for it.
 
     Args:
-        members: Those that it is to reward.
-        what: Whose reward it is, for messages.
+        ended: The trajectory, or those of a group.
+        sandbox: Of the trajectory, for a function that names it.
 
     Attributes:
+        members: Those that it is to reward.
         since: When it was made, on the loop's clock.
         tokens: None: it samples none.
     """
@@ -167,13 +156,21 @@ class RewardCall:
     tokens = None
 
     def __init__(
-        self, rewarding: Rewarding, function: LoadedReward, members: Sequence[Member], what: str
+        self,
+        rewarding: Rewarding,
+        function: LoadedReward,
+        ended: Mapping[Member, Trajectory],
+        sandbox: TrajectorySandbox | None,
     ) -> None:
-        self.since = anyio.current_time()
-        self.function, self.members, self.is_group = function, members, function.what == GROUP
+        self.since, self.is_group = anyio.current_time(), function.is_group
+        self.members = [member for member, each in ended.items() if each.trainable]
         self._services, self._processes = rewarding.services, rewarding.processes
-        self._what, self._who = what, GROUP_REWARD if self.is_group else REWARD
-        self._code: Contained[Any]
+        self._function, self._ended, self._sandbox = function, ended, sandbox
+        who = self.members[0].identity
+        of_whom = f"the group {who.uid}" if self.is_group else f"trajectory {who.uid}/{who.member}"
+        self._what = f"reward of {of_whom}"
+        self._who = GROUP_REWARD if self.is_group else REWARD
+        self._code: Contained[list[Reward | None]]
         self._deadline: Deadline | None = None  # once the function is called
 
     @property
@@ -186,12 +183,8 @@ class RewardCall:
         if self._is_over:
             self._code.cancel()
 
-    async def run(
-        self,
-        make_subject: Callable[[], Trajectory | Group],
-        sandbox: TrajectorySandbox | None = None,
-    ) -> Any:
-        """Return the function's answer, checked, or a `RewardFailure`; retry where that helps.
+    async def run(self) -> list[Reward | None] | RewardFailure:
+        """Return the rewards of all trajectories, or why there are none; retry where that helps.
 
         Raises:
             KeyboardInterrupt: Ctrl-C reached the function.
@@ -200,7 +193,7 @@ class RewardCall:
         if self._is_over:
             return self._explain_cancelled()
         while True:
-            answer = await self._attempt(partial(self._call, make_subject, sandbox, pause_s))
+            answer = await self._attempt(pause_s)
             if not isinstance(answer, RewardFailure):
                 return answer
             self._services.tally.unresponsive += answer.reason == UNRESPONSIVE
@@ -210,15 +203,14 @@ class RewardCall:
             pause_s = min(2 * pause_s or settings.backoff_s, MAX_PAUSE_S)
             retries += 1
 
-    async def _attempt(self, call: Callable[[], Awaitable[Any]]) -> Any:
-        """Run `call` contained, and return its answer, or a `RewardFailure`."""
+    async def _attempt(self, pause_s: float) -> list[Reward | None] | RewardFailure:
+        """Call the function contained, after a pause."""
         self._deadline = None
-        containment = self._services.containment
-        code = self._code = Contained[Any](containment, self._who, activity=self._what)
+        code = self._code = Contained(self._services.containment, self._who, activity=self._what)
         for member in self.members:
             member.set_running(self)
         try:
-            value = await code.run(call)
+            rewards = await code.run(partial(self._call, pause_s))
         except UnresponsiveError as error:
             return RewardFailure(Outcome.FAILED, UNRESPONSIVE, cause=Cause.of(error))
         finally:
@@ -226,29 +218,37 @@ class RewardCall:
                 member.running = None
         raised = code.error
         if raised is None:
-            return self._explain_cancelled() if code.scope.cancel_called else value
+            if rewards is None or code.scope.cancel_called:
+                return self._explain_cancelled()
+            return rewards
         interrupt = find_exception(raised, KeyboardInterrupt)
         if interrupt is not None:
             raise interrupt
         cause = raised.cause if isinstance(raised, ChildRaisedError) else Cause.of(raised)
-        return RewardFailure(Outcome.FAILED, self.function.what, cause=cause)
+        return RewardFailure(Outcome.FAILED, self._function.what, cause=cause)
 
-    async def _call(
-        self,
-        make_subject: Callable[[], Trajectory | Group],
-        sandbox: TrajectorySandbox | None,
-        pause_s: float,
-    ) -> Any:
+    async def _call(self, pause_s: float) -> list[Reward | None]:
         if pause_s:
             await anyio.sleep(pause_s)
-        subject, tokenizer = make_subject(), self._services.template.tokenizer
+        subject, tokenizer = self._copy_subject(), self._services.template.tokenizer
         if self._processes is not None:
-            return await self._processes.score(self.function, subject, tokenizer, self._begin)
+            return await self._processes.score(self._function, subject, tokenizer, self._begin)
         threads = self._services.threads
-        value = await self.function.call(subject, self._begin, threads, tokenizer, sandbox)
-        if isinstance(subject, Group):
-            return check_group_values(value, subject)
-        return check_reward_value(value, subject)
+        value = await self._function.call(subject, self._begin, threads, tokenizer, self._sandbox)
+        return check_rewards(value, subject)
+
+    def _copy_subject(self) -> Trajectory | Group:
+        """Copy what is judged: nobody sees what a function assigns to it, or to its metrics."""
+        copies = [
+            msgspec.structs.replace(
+                trajectory,
+                segments=list(map(copy.copy, trajectory.segments)),
+                metrics=dict(trajectory.metrics),
+            )
+            for trajectory in self._ended.values()
+        ]
+        first = next(iter(self._ended))
+        return Group.of(first.identity.uid, first.prompt, copies) if self.is_group else copies[0]
 
     def _begin(self) -> None:
         """The function is called: its time begins, or begins again."""
@@ -265,28 +265,13 @@ class RewardCall:
             state = "had not been called"
         elif self._processes is not None:
             state = "had not returned; its process was killed, and another one takes its place"
-        elif self.function.runs_in_thread:
+        elif self._function.runs_in_thread:
             state = "had not returned; its thread is left behind"
         else:
             state = "had not returned"
         error = deadline.error()
         cause = Cause(type=type(error).__qualname__, message=f"{error}: {self._who} {state}")
-        return RewardFailure(Outcome.DEADLINE, self.function.what, deadline.source, cause)
-
-
-def _copy(trajectory: Trajectory) -> Trajectory:
-    """A copy: nobody sees what a function assigns to it, or puts into its metrics."""
-    return msgspec.structs.replace(
-        trajectory,
-        segments=list(map(copy.copy, trajectory.segments)),
-        metrics=dict(trajectory.metrics),
-    )
-
-
-def _copy_group(ended: Mapping[Member, Trajectory]) -> Group:
-    first = next(iter(ended))
-    trajectories = [_copy(each) for each in ended.values()]
-    return Group.of(first.identity.uid, first.prompt, trajectories)
+        return RewardFailure(Outcome.DEADLINE, self._function.what, deadline.source, cause)
 
 
 def _end_cancelled(ended: Mapping[Member, Trajectory]) -> None:
