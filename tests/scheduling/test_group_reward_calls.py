@@ -174,3 +174,24 @@ async def test_collect_group_rewards_that_fail_count_as_failures() -> None:
         with pytest.raises(LimitExceeded, match=r"4 of 4 trajectories failed"):
             await runtime.collect(prompts(2), 2)
         assert runtime.statistics().outcomes == {"failed": 4}
+
+
+async def test_reward_that_is_cancelled_and_does_not_end_fails_its_trajectory_as_unresponsive() -> (
+    None
+):
+    async def stays(trajectory: Trajectory) -> float:
+        with anyio.CancelScope(shield=True):
+            await anyio.sleep(100.0)
+        return 1.0
+
+    async def cancel() -> None:
+        await anyio.sleep(20.0)
+        assert runtime.cancel() > 0
+
+    opened = config(LimitsConfig(cleanup_s=5.0))
+    async with rollout.open_rollout(opened, reward=stays) as runtime:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(cancel)
+            batch = await runtime.generate(prompts(1))
+    ends = {(t.outcome, t.reason, t.reward) for t in batch.trajectories}
+    assert ends == {(Outcome.FAILED, "unresponsive", None)}

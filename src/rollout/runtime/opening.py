@@ -168,7 +168,7 @@ async def open_rollout_on(
     """`open_rollout` on the engines that `open_engines` opens."""
     # What can be refused before anything starts.
     check_arguments(config, tools, interactions)
-    functions = load_rewards(rewards, config.rewards.processes)
+    single, group = load_rewards(rewards, config.rewards.processes)
     find_accept(config.scheduling.groups.accept)
     registry = InteractionRegistry(interactions)
     parser = find_parser(config, registry)
@@ -194,7 +194,7 @@ async def open_rollout_on(
         stack.callback(threads.close)
         executor = make_executor(config, opened, threads, tally)
         stack.push_async_callback(executor.close)
-        processes = await open_now(open_reward_processes(config, functions, threads))
+        processes = await open_now(open_reward_processes(config, (single, group), threads))
         await executor.prepare()
         await check_agent(config.agent.name)
 
@@ -233,7 +233,7 @@ async def open_rollout_on(
         )
         runner = TrajectoryRunner(
             services=services,
-            rewarding=Rewarding(services, functions, processes),
+            rewarding=Rewarding(services, single, group, processes),
             tokens=TokenizationCheck(
                 config.agent.tokenization_check, config.agent.tokenization_ignore
             ),
@@ -241,7 +241,6 @@ async def open_rollout_on(
         if journal is not None:
             await open_now(journal.writing(services, model.facts.fingerprint, run_seed))
         runtime = RolloutRuntime(runner, run_seed, journal)
-        single = functions.single
         is_needed = single is not None and single.takes_sandbox
         is_needed = is_needed or needs_sandbox(config.agent.name, opened)
         await open_now(services.sandboxes.serving(is_needed=is_needed))

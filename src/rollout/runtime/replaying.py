@@ -26,7 +26,6 @@ from rollout.observe.tally import Tally
 from rollout.runtime.gateway_opening import serve_gateway
 from rollout.runtime.opening import list_stop_tokens, make_executor
 from rollout.scheduling.members import Member, MemberGroup, cancel_members
-from rollout.scheduling.rewards.functions import RewardFunctions
 from rollout.scheduling.rewards.score import Rewarding
 from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory import (
@@ -218,7 +217,7 @@ async def _run(
     mode, ignored = config.agent.tokenization_check, config.agent.tokenization_ignore
     runner = TrajectoryRunner(
         services=services,
-        rewarding=Rewarding(services, RewardFunctions()),
+        rewarding=Rewarding(services),
         tokens=TokenizationCheck(mode, ignored),
     )
     deadline = limit_trajectory(config.limits, record.prompt)

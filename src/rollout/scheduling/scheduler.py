@@ -76,7 +76,7 @@ class Scheduler:
     @property
     def rewards_groups(self) -> bool:
         """Whether groups have a reward."""
-        return self.rewarding.functions.group is not None
+        return self.rewarding.group is not None
 
     def change(self) -> None:
         """Wake what waits for a change: a member or a call ended, a prompt came, a slot is free."""

@@ -415,7 +415,7 @@ def _metrics(run: TrajectoryRun, restarts: int) -> dict[str, float]:
 async def _reward(runner: TrajectoryRunner, run: TrajectoryRun, trajectory: Trajectory) -> None:
     """Ask for the reward of a trajectory, or take the one that its agent gave."""
     own, events, context = run.context.reward, runner.services.events, run.context
-    if runner.rewarding.functions.single is None:
+    if runner.rewarding.single is None:
         if own is not None:
             try:
                 apply_reward(trajectory, check_reward_value(own, trajectory, "the agent"))

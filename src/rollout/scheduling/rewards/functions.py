@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -120,15 +120,10 @@ class LoadedReward:
         return await value if inspect.isawaitable(value) else value
 
 
-class RewardFunctions(NamedTuple):
-    """The functions of a runtime; None where there is none."""
-
-    single: LoadedReward | None = None
-    group: LoadedReward | None = None
-
-
-def load_rewards(given: GivenRewards, processes: int) -> RewardFunctions:
-    """Return the functions, once they are known to be callable where they are to be called.
+def load_rewards(
+    given: GivenRewards, processes: int
+) -> tuple[LoadedReward | None, LoadedReward | None]:
+    """Return the function of a trajectory and that of a group, once they are known to be callable.
 
     Args:
         given: What the caller passed.
@@ -144,7 +139,7 @@ def load_rewards(given: GivenRewards, processes: int) -> RewardFunctions:
             f"reward: it names sandbox, which cannot leave this process; expected "
             f"rewards.processes = 0, not {processes}"
         )
-    return RewardFunctions(single, _load(given.group, processes, is_group=True))
+    return single, _load(given.group, processes, is_group=True)
 
 
 def _load(given: Any, processes: int, *, is_group: bool = False) -> LoadedReward | None:
@@ -240,10 +235,7 @@ def _find_verl_names(signature: inspect.Signature) -> tuple[str, ...]:
 
 def _names_sandbox(signature: inspect.Signature) -> bool:
     """Whether a function names a sandbox beside what it is about."""
-    sandbox = signature.parameters.get(SANDBOX)
-    if sandbox is None or sandbox.kind is sandbox.POSITIONAL_ONLY:
-        return False
-    return sandbox.kind is sandbox.KEYWORD_ONLY or next(iter(signature.parameters)) != SANDBOX
+    return SANDBOX in list(signature.parameters)[1:]
 
 
 def _find_mismatch(signature: inspect.Signature, subject: str, *args: Any, **named: Any) -> str:

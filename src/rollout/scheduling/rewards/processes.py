@@ -27,12 +27,12 @@ from rollout.scheduling.rewards.functions import make_verl_arguments
 from rollout.types import Reward
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterable
 
     from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
     from rollout.function_refs import FunctionRef
-    from rollout.scheduling.rewards.functions import LoadedReward, RewardFunctions
+    from rollout.scheduling.rewards.functions import LoadedReward
     from rollout.worker_threads import WorkerThreads
 
 
@@ -60,7 +60,7 @@ _read_rewards = msgspec.msgpack.Decoder(list[Reward | None]).decode
 
 @asynccontextmanager
 async def open_reward_processes(
-    config: RolloutConfig, functions: RewardFunctions, threads: WorkerThreads
+    config: RolloutConfig, functions: Iterable[LoadedReward | None], threads: WorkerThreads
 ) -> AsyncIterator[RewardProcesses | None]:
     """Yield the pool of processes that the configuration asks for, if any.
 
@@ -69,8 +69,8 @@ async def open_reward_processes(
     Raises:
         ConfigError: They cannot be imported there; says why.
     """
-    count, both = config.rewards.processes, (functions.single, functions.group)
-    refs = [each.ref for each in both if each is not None and each.ref is not None]
+    count = config.rewards.processes
+    refs = [each.ref for each in functions if each is not None and each.ref is not None]
     if not count or not refs:
         yield None
         return

@@ -24,7 +24,7 @@ from rollout.child_processes import ChildRaisedError
 from rollout.containment import Contained, UnresponsiveError
 from rollout.limits import Deadline
 from rollout.scheduling.endings import end_without_reward, exclude
-from rollout.scheduling.rewards.functions import RewardFunctions
+from rollout.scheduling.rewards.functions import LoadedReward
 from rollout.scheduling.rewards.processes import RewardProcesses
 from rollout.scheduling.trajectory_events import emit_rewarded
 from rollout.scopes import find_exception
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from rollout.chat.trajectory import Trajectory
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.scheduling.members import Member
-    from rollout.scheduling.rewards.functions import LoadedReward
 
 logger = logging.getLogger("rollout.scheduling")
 
@@ -71,12 +70,13 @@ class Rewarding:
 
     Attributes:
         services: Have the threads, the limits and the tokenizer with which they are called.
-        functions: Of a trajectory and of a group.
+        single, group: The functions of a trajectory and of a group; None where there is none.
         processes: Where both run in place of this process; None: they run here.
     """
 
     services: Services
-    functions: RewardFunctions
+    single: LoadedReward | None = None
+    group: LoadedReward | None = None
     processes: RewardProcesses | None = None
 
     async def reward(
@@ -88,7 +88,7 @@ class Rewarding:
             member: Whose trajectory it is.
             get_sandbox: Gives the trajectory's, for a function that names it.
         """
-        function = self.functions.single
+        function = self.single
         assert function is not None
         sandbox = get_sandbox() if function.takes_sandbox else None
         await self._reward(function, {member: trajectory}, sandbox)
@@ -99,7 +99,7 @@ class Rewarding:
         Those that are not trainable stand in the group, and get no reward. Where none is learned,
         the outcome of the others says why.
         """
-        function = self.functions.group
+        function = self.group
         assert function is not None
         _end_cancelled(ended)
         if any(trajectory.trainable for trajectory in ended.values()):
