@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rollout.agents.history import History, Row
@@ -31,27 +32,6 @@ if TYPE_CHECKING:
     from rollout.engine.pool.generation import Generation
     from rollout.limits import Limit
     from rollout.seeds import Identity
-
-
-class _NotedLimits:
-    """A limit that fires in the block settles the outcome, even where an agent swallows it."""
-
-    __slots__ = ("conversation",)
-
-    def __init__(self, conversation: Conversation) -> None:
-        self.conversation = conversation
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        conversation = self.conversation
-        if isinstance(error, UnresponsiveError):
-            conversation.state.end(Outcome.FAILED, UNRESPONSIVE)
-        if isinstance(error, LimitExceeded) and (
-            conversation._ends_at_lengths or error.outcome is not Outcome.LENGTH
-        ):
-            conversation.state.end(error.outcome, error.reason, limit_source=error.source)
 
 
 class Conversation:
@@ -493,8 +473,18 @@ class Conversation:
         order = result_order(ids, calls, is_checked=is_checked)
         return listed if order is None else [listed[at] for at in order]
 
-    def _noting_limits(self) -> _NotedLimits:
-        return _NotedLimits(self)
+    @contextmanager
+    def _noting_limits(self) -> Iterator[None]:
+        """A limit that fires in the block settles the outcome, even where an agent swallows it."""
+        try:
+            yield
+        except LimitExceeded as error:
+            if self._ends_at_lengths or error.outcome is not Outcome.LENGTH:
+                self._state.end(error.outcome, error.reason, limit_source=error.source)
+            raise
+        except UnresponsiveError:
+            self._state.end(Outcome.FAILED, UNRESPONSIVE)
+            raise
 
     def _check_idle(self, what: str, *, is_begun: bool = True) -> None:
         if self._is_closed and is_begun:

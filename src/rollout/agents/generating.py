@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     Calls = Sequence[ToolCall | InvalidToolCall]
 
-_NO_SCOPE = nullcontext()
-
 
 async def generate_turn(
     conversation: Conversation,
@@ -91,7 +89,7 @@ async def _sample(
     conversation._turn_began = state.limit.own_time()
     limit = _open_limit(conversation)
     try:
-        with limit, _NO_SCOPE if stop is None else stop.scope:
+        with limit, nullcontext() if stop is None else stop.scope:
             if conversation.history != "append_only":
                 await _render_again(conversation)
             sampling = _bound_sampling(conversation, sampling, generation, seed)
