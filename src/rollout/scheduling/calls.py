@@ -63,11 +63,11 @@ class Call(ABC):
         is_closed: Whether it was ended because the runtime is being closed.
         has_ended: Set once only carried members are left of it.
         waits_for_group: Whether members that have ended wait for the others of their group.
-        tells_rewarded: Whether readers of events learn of them only when their group has ended.
     """
 
-    #: Whether members count as admitted when the call begins, and not each when it does.
-    admits_at_once: ClassVar[bool]
+    #: Whether its members are those of a list: they count as admitted when the call begins, and
+    #: readers of events learn of them when their group has its reward.
+    is_list: ClassVar[bool]
     #: The `PromptSource` that groups come from, if there is one.
     source: Any = None
 
@@ -79,12 +79,11 @@ class Call(ABC):
         name: str,
         step: int,
         deadline: Deadline,
-        waits_for_group: bool,
         count: int | None = None,
     ) -> None:
         self.name, self.step, self.number, self.began = name, step, 0, anyio.current_time()
         self.scheduler, self.groups, self.deadline = scheduler, groups, deadline
-        self.waits_for_group, self.tells_rewarded = waits_for_group, False
+        self.waits_for_group = scheduler.rewards_groups or not self.is_list
         self.selection = Selection(by_group=scheduler.rewards_groups)
         self.failure: BaseException | None = None
         self.is_leaving = self.is_ending = self.is_closed = False
@@ -281,7 +280,7 @@ class Call(ABC):
             return
         member.batch = self.number
         self.groups.begin(member)
-        self._tally.admitted += not (self.admits_at_once or member.is_carried)
+        self._tally.admitted += not (self.is_list or member.is_carried)
         self.scheduler.run_member(member)
 
     async def _end_waiting(self, member: Member) -> None:
@@ -335,7 +334,7 @@ class Call(ABC):
         Args:
             is_unstarted: Its agent does not run: it was cancelled, or is in the journal.
         """
-        self._tally.admitted += is_unstarted and not self.admits_at_once
+        self._tally.admitted += is_unstarted and not self.is_list
         if self._note_end(member, trajectory):
             if is_unstarted:
                 self._start_judging(member.group)
@@ -356,7 +355,7 @@ class Call(ABC):
             # First: it fails what it cannot write.
             self.scheduler.log.note_ends({member: trajectory})
         self.scheduler.count_end(member, trajectory)
-        if not (is_wanted and self.tells_rewarded):
+        if not (is_wanted and self.is_list and self.waits_for_group):
             self.scheduler.tell_end(member, trajectory)
         self._count(trajectory, is_wanted=is_wanted)
         return is_wanted and self.groups.can_judge(group)

@@ -40,7 +40,7 @@ class ListCall(Call):
         received: Where trajectories come out, once the call runs.
     """
 
-    admits_at_once = True
+    is_list = True
 
     def __init__(
         self,
@@ -61,10 +61,8 @@ class ListCall(Call):
             name=name,
             step=step,
             deadline=deadline,
-            waits_for_group=scheduler.rewards_groups,
             count=len(self.members),
         )
-        self.tells_rewarded = self.waits_for_group
         self._batch = batch
         #: Those that were delivered; what was sent only while somebody refers to it.
         self._found: dict[Member, Trajectory | weakref.ref[Trajectory]] = {}
@@ -139,7 +137,7 @@ class ListCall(Call):
 
     def _tell_rewarded(self, ended: Mapping[Member, Trajectory]) -> None:
         """Tell readers of events of members whose group has its reward, or will get none."""
-        for member, trajectory in ended.items() if self.tells_rewarded else ():
+        for member, trajectory in ended.items() if self.waits_for_group else ():
             self.scheduler.tell_end(member, trajectory)
 
     async def _deliver(self, ended: Mapping[Member, Trajectory]) -> None:

@@ -58,7 +58,7 @@ class SourceCall(Call):
         ConfigError: What the policy names cannot be imported.
     """
 
-    admits_at_once = False
+    is_list = False
 
     def __init__(
         self,
@@ -101,7 +101,6 @@ class SourceCall(Call):
             name=name,
             step=step,
             deadline=NEVER if is_stream else Deadline.after(batch_s, "limits.batch_s"),
-            waits_for_group=True,
         )
         self.source, self.taken_names = scheduler.find_source(source), set[str]()
         # What an earlier process recorded of the call. Until the consumer wants more than that,
