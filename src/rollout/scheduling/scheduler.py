@@ -128,12 +128,10 @@ class Scheduler:
         was_cancelled, member.slot_wait = member.slot_wait.cancelled_caught, None
         if was_cancelled:
             return False
-        if member.is_ending:
-            self._limiter.release_on_behalf_of(member)
-            self.change()  # a source may be asked
-            return False
         self.tally.running += 1
-        return True
+        if member.is_ending:
+            self.release_slot(member)
+        return not member.is_ending
 
     def release_slot(self, member: Member) -> None:
         """Let another member have its slot."""

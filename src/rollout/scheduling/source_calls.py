@@ -72,45 +72,27 @@ class SourceCall(Call):
         max_staleness: Any = None,
         groups_per_step: Any = None,
     ) -> None:
-        config, engines = scheduler.config, scheduler.engines
         check_source(source)
         check_group_call(policy, groups, max_staleness, groups_per_step)
-        in_config, samples = config.scheduling.groups, config.scheduling.samples_per_prompt
-        policy = in_config if policy is None else policy.over(in_config)
-        if policy.members is not None and policy.members > samples:
-            raise PromptError(
-                f"policy.members = {policy.members}: expected at most "
-                f"scheduling.samples_per_prompt = {samples}"
-            )
-        self._accept, is_stream, staleness = find_accept(policy.accept), name == STREAM, None
-        if max_staleness is not None:
-            most, per_step = int(max_staleness), int(groups_per_step)  # NumPy's could overflow
-            staleness = Staleness(most=most, per_step=per_step, start=engines.weight_version)
-        found = Groups(
-            None if is_stream else int(groups),
-            policy.members or samples,
-            policy,
-            refills=config.scheduling.max_retries if policy.refill_failed else 0,
-            staleness=staleness,
-            version=lambda: engines.weight_version,
-        )
-        batch_s = config.limits.batch_s
+        is_stream, batch_s = name == STREAM, scheduler.config.limits.batch_s
+        steps = None if max_staleness is None else (int(max_staleness), int(groups_per_step))
         super().__init__(
             scheduler,
-            found,
+            _make_groups(scheduler, policy, None if is_stream else int(groups), steps),
             name=name,
             step=step,
             deadline=NEVER if is_stream else Deadline.after(batch_s, "limits.batch_s"),
         )
+        self._accept = find_accept(self.groups.policy.accept)
         self.source, self.taken_names = scheduler.find_source(source), set[str]()
-        # What an earlier process recorded of the call. Until the consumer wants more than that,
-        # the source is not asked.
+        # What an earlier process recorded of the call. Until the consumer wants more than was
+        # delivered then, the source is not asked.
         self._before = before = scheduler.log.take_call(step)
-        found.counts["dropped"] = before.missing or 0
         self._delivered = sum(group.was_delivered for group in before.groups)
-        has_all = found.wanted is not None and self._delivered >= found.wanted
+        self._wants_more, wanted = not self._delivered, self.groups.wanted
+        has_all = wanted is not None and self._delivered >= wanted
         self.is_replayed = has_all or before.missing is not None
-        self._wants_more = not self._delivered
+        self.groups.counts["dropped"] = before.missing or 0
 
     def _begin(self) -> None:
         """Queue the groups that the journal has for it."""
@@ -314,6 +296,35 @@ class SourceCall(Call):
         if is_short and self.source.is_over and not self._is_cancelled:
             return SourceEnded(f"the source ended: {found} of {wanted} groups")
         return None
+
+
+def _make_groups(
+    scheduler: Scheduler, policy: Any, wanted: int | None, steps: tuple[int, int] | None
+) -> Groups:
+    """Make what a call wants.
+
+    Args:
+        wanted: How many groups; None: as many as its consumer takes.
+        steps: `max_staleness` and `groups_per_step`, where the staleness is bounded.
+    """
+    config, engines = scheduler.config.scheduling, scheduler.engines
+    policy, samples = (policy or config.groups).over(config.groups), config.samples_per_prompt
+    if policy.members is not None and policy.members > samples:
+        raise PromptError(
+            f"policy.members = {policy.members}: expected at most "
+            f"scheduling.samples_per_prompt = {samples}"
+        )
+    staleness = None
+    if steps is not None:
+        staleness = Staleness(most=steps[0], per_step=steps[1], start=engines.weight_version)
+    return Groups(
+        wanted,
+        policy.members or samples,
+        policy,
+        refills=config.max_retries if policy.refill_failed else 0,
+        staleness=staleness,
+        version=lambda: engines.weight_version,
+    )
 
 
 class GroupStream(AsyncIterator[Group]):
