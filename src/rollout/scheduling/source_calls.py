@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from rollout.chat.trajectory import Trajectory
     from rollout.errors import JournalError
-    from rollout.scheduling.groups import Leftovers
     from rollout.scheduling.members import Member, MemberGroup
     from rollout.scheduling.scheduler import Scheduler
 
@@ -111,12 +110,6 @@ class SourceCall(Call):
         """Leave groups to the next call: those that are carried at once, others when all ended."""
         left = self.groups.take_leftovers(may_carry=not self.is_closed)
         cancel_members(left.surplus, SURPLUS)
-        rest = await self._carry(left)
-        await self._wait_members()
-        self.scheduler.keep(rest)
-
-    async def _carry(self, left: Leftovers) -> list[MemberGroup]:
-        """Leave groups that run to the next call, at once; return the others."""
         for group in left.groups:
             if not group.is_complete:  # else its members end in this call, which waits
                 group.call = None
@@ -125,7 +118,8 @@ class SourceCall(Call):
             self.selection.note_cut_off(member.tokens)
         carried = [each for each in left.groups if each.is_carried]
         self.scheduler.keep(carried)
-        return [each for each in left.groups if each not in carried]
+        await self._wait_members()
+        self.scheduler.keep([each for each in left.groups if each not in carried])
 
     # Groups that it adopts.
 
