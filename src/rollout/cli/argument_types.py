@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-#: Of a trainer; see `rollout.scheduling.call_arguments`, which takes longer to import.
+#: Of a trainer; see `rollout.scheduling.arguments`, which takes longer to import.
 MAX_STEP = 2**63 - 1
 
 

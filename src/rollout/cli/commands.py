@@ -32,8 +32,8 @@ from rollout.errors import (
 )
 from rollout.interactions import InteractionRegistry
 from rollout.plurals import count
+from rollout.scheduling.arguments import check_names
 from rollout.scheduling.prompt_files import read_prompts
-from rollout.scheduling.prompts import check_names
 from rollout.scheduling.rewards.functions import GivenRewards, load_rewards
 from rollout.types import Outcome
 

@@ -22,10 +22,15 @@ from rollout.runtime.explain import explain
 from rollout.runtime.measuring import BatchWatch, BatchWindow, RuntimeStatistics
 from rollout.runtime.steps import SleepBetweenBatches, StepCount, number_rows
 from rollout.scheduling.admission import Admission, Progress
-from rollout.scheduling.call_arguments import check_call, check_groups, check_target
+from rollout.scheduling.arguments import (
+    check_call,
+    check_groups,
+    check_names,
+    check_prompts,
+    check_target,
+)
 from rollout.scheduling.list_calls import ListCall
 from rollout.scheduling.members import MemberGroup
-from rollout.scheduling.prompts import check_names, check_prompts
 from rollout.scheduling.run_log import RunLog
 from rollout.scheduling.scheduler import Scheduler
 from rollout.scheduling.source_calls import GroupStream, SourceCall

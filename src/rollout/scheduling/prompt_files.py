@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollout.errors import PromptError
-from rollout.scheduling.prompts import find_faults
+from rollout.scheduling.arguments import find_faults
 from rollout.types import Prompt
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ import anyio
 from rollout.agents.ending import Ending
 from rollout.containment import enter_containment
 from rollout.limits import call_limit
+from rollout.scheduling.arguments import check_prompt
 from rollout.scheduling.endings import CLOSED, LOST, make_unstarted
 from rollout.scheduling.members import MemberGroup, cancel_members
-from rollout.scheduling.prompts import check_prompt
 from rollout.scheduling.sources import PromptSource
 from rollout.scheduling.trajectory import TrajectoryRun, limit_trajectory, run_trajectory
 from rollout.scheduling.trajectory_events import emit_ended

@@ -11,7 +11,7 @@ import msgspec
 from rollout.chat.group import Group
 from rollout.errors import PromptError, SourceEnded
 from rollout.limits import NEVER, Deadline
-from rollout.scheduling.call_arguments import check_group_call, check_source
+from rollout.scheduling.arguments import check_group_call, check_source
 from rollout.scheduling.calls import Call
 from rollout.scheduling.endings import SURPLUS
 from rollout.scheduling.groups import Groups, Staleness

@@ -1,21 +1,28 @@
-"""The prompts of a call, checked before any work; a fault names field, value and expectation."""
+"""What callers give, checked before any work; a fault names field, value and expectation."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
 
 from rollout.agents.agent_loop import get_agent
+from rollout.chat.group import Group
+from rollout.config import GroupPolicy
 from rollout.errors import AgentError, ConfigError, PromptError
 from rollout.limits import AGENT_TIMEOUT_S
+from rollout.tensor_layout import layout_faults
 from rollout.types import Prompt
-from rollout.utf8 import is_encodable
+from rollout.utf8 import is_encodable, is_name
 
 if TYPE_CHECKING:
     from rollout.config import AgentConfig
     from rollout.interactions import InteractionRegistry
 
+#: The largest step, and number of groups: what trainers and engines keep numbers in.
+MAX_STEP = 2**63 - 1
 #: Added to errors of callers who give rows of a data set, or texts.
 HOW_TO_PROMPT = (
     'write [Prompt("a question")], [Prompt(messages=row["prompt"], ground_truth=...) for row in '
@@ -37,6 +44,98 @@ _FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
     "messages": ((list, tuple), "a text or a list of messages"),
     "priority": ((int,), "an integer, -2**31 + 1 to 2**31 - 1"),
 }
+
+
+# Of calls.
+
+
+def check_call(
+    step: Any, validate: Any, samples: Any, layout: Any = "padded", trim: Any = False
+) -> tuple[int | None, int | None]:
+    """Check the arguments of `generate` and `stream`; a `PromptError` names all faults.
+
+    Returns:
+        Step and samples; None: as calls and configuration say.
+    """
+    faults = []
+    if step is not None and not (_is_natural(step) and int(step) <= MAX_STEP):
+        faults.append(f"step = {step!r:.80}: expected an integer from 0 to {MAX_STEP}, or None")
+    if not isinstance(validate, bool):
+        faults.append(f"validate = {validate!r:.80}: expected True or False")
+    if samples is not None and not (_is_natural(samples) and int(samples)):
+        faults.append(f"samples = {samples!r:.80}: expected an integer ≥ 1, or None")
+    _raise(faults + layout_faults(layout, trim))
+    return None if step is None else int(step), None if samples is None else int(samples)
+
+
+def check_source(source: Any) -> None:
+    """Check that an argument is a source, without pulling; else raise a `PromptError`."""
+    is_iterable = isinstance(source, AsyncIterable | Iterable)
+    if not is_iterable:
+        with suppress(TypeError):
+            iter(source)  # asks for nothing, where it has its items by number
+            is_iterable = True
+    if isinstance(source, Prompt | str | bytes | Mapping) or not is_iterable:
+        raise PromptError(
+            f"source: expected an iterable or async iterable of Prompt, got {type(source).__name__}"
+        )
+
+
+def check_group_call(policy: Any, groups: Any, max_staleness: Any, groups_per_step: Any) -> None:
+    """Check the arguments of `collect` and `stream_groups`; a `PromptError` names all faults."""
+    faults = []
+    if not isinstance(policy, GroupPolicy | None):
+        faults.append(f"policy = {policy!r:.80}: expected a GroupPolicy, or None")
+    steps = 1 if groups_per_step is None else groups_per_step
+    for name, value in (("groups", groups), ("groups_per_step", steps)):
+        if not (_is_natural(value) and 0 < int(value) <= MAX_STEP):
+            faults.append(f"{name} = {value!r:.80}: expected an integer ≥ 1 and at most {MAX_STEP}")
+    if max_staleness is not None and not _is_natural(max_staleness):
+        faults.append(f"max_staleness = {max_staleness!r:.80}: expected an integer ≥ 0, or None")
+    if (max_staleness is None) != (groups_per_step is None):
+        faults.append(
+            f"max_staleness = {max_staleness!r:.80}, groups_per_step = {groups_per_step!r:.80}: "
+            "expected both, or neither"
+        )
+    _raise(faults)
+
+
+def check_groups(groups: Any, layout: Any, trim: Any) -> None:
+    """Check the arguments of `make_batch`; a `PromptError` names all faults."""
+    faults = layout_faults(layout, trim)
+    if not isinstance(groups, Sequence) or isinstance(groups, str | bytes):
+        faults.append(f"groups = {groups!r:.80}: expected a list of the groups that a stream gave")
+    else:
+        faults += [
+            f"groups[{at}] = {each!r:.80}: expected a Group"
+            for at, each in enumerate(groups)
+            if not isinstance(each, Group)
+        ]
+    _raise(faults)
+
+
+def check_target(uid: Any, member: Any, reason: Any) -> None:
+    """Check the arguments of `cancel`; a `PromptError` names all faults."""
+    faults = []
+    if not isinstance(uid, str | None):
+        faults.append(f"uid = {uid!r:.80}: expected a string, or None for every prompt")
+    if member is not None and not _is_natural(member):
+        faults.append(f"member = {member!r:.80}: expected an integer ≥ 0, or None for every one")
+    if not is_name(reason):
+        faults.append(f"reason = {reason!r:.80}: expected a non-empty string in UTF-8")
+    _raise(faults)
+
+
+def _is_natural(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+
+
+def _raise(faults: list[str]) -> None:
+    if faults:
+        raise PromptError("\n".join(faults))
+
+
+# Prompts.
 
 
 def check_prompts(prompts: Sequence[Prompt]) -> list[str]:
@@ -64,8 +163,7 @@ def check_prompts(prompts: Sequence[Prompt]) -> list[str]:
                 f"prompts[{index}].uid = {uid!r}: the uid of prompts[{first[uid]}] "
                 "too; uids must be unique within a call"
             )
-    if faults:
-        raise PromptError("\n".join(faults))
+    _raise(faults)
     return list(first)
 
 
@@ -77,9 +175,7 @@ def check_prompt(prompt: object, path: str) -> None:
     """
     if not isinstance(prompt, Prompt):
         raise PromptError(f"{path}: expected a Prompt, got {type(prompt).__name__}")
-    faults = find_faults(prompt)
-    if faults:
-        raise PromptError("\n".join(f"{path}.{fault}" for fault in faults))
+    _raise([f"{path}.{fault}" for fault in find_faults(prompt)])
 
 
 def find_faults(prompt: Prompt) -> list[str]:
