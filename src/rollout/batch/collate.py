@@ -16,7 +16,8 @@ from tensordict import TensorDict
 from rollout.batch.metrics import batch_metrics
 from rollout.batch.records import Sample, count_tokens, find_media
 from rollout.batch.rollout_batch import RolloutBatch
-from rollout.chat.trajectory_codec import SEGMENT_FACTS, TrajectoryFacts
+from rollout.chat.trajectory import TrajectoryFacts
+from rollout.chat.trajectory_codec import SEGMENT_FACTS
 from rollout.chat.transcript import NO_EXPERT, NO_VERSION
 from rollout.media.tensors import MultiModalInputs
 from rollout.tensor_layout import Layout, Trim, layout_faults, trim_width
@@ -46,7 +47,7 @@ KEYS = {
     "routed_experts": (BOTH, torch.int16, NO_EXPERT),
 }
 #: What a sample has of its trajectory.
-_OF_TRAJECTORY = (*TrajectoryFacts.__struct_fields__, "extra")
+_OF_TRAJECTORY = TrajectoryFacts.__struct_fields__
 
 
 class Lengths(Protocol):

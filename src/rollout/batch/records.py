@@ -16,13 +16,8 @@ import msgspec
 import numpy as np
 
 from rollout.chat.plain_data import MAX_DEPTH, show_value
-from rollout.chat.trajectory import MAIN, Parent
-from rollout.chat.trajectory_codec import (
-    TrajectoryFacts,
-    TrajectoryRecord,
-    pack_trajectory,
-    unpack_trajectory,
-)
+from rollout.chat.trajectory import MAIN, Parent, TrajectoryFacts
+from rollout.chat.trajectory_codec import TrajectoryRecord, pack_trajectory, unpack_trajectory
 from rollout.chat.transcript import Span, SpanKind, Transcript
 from rollout.media.records import drop_contents, record_prompt_messages
 from rollout.types import Message, Prompt
@@ -52,7 +47,6 @@ class Sample(TrajectoryFacts, kw_only=True):
     """
 
     row: int
-    extra: dict[str, Any]
     segment: int = 0
     parent: Parent | None = None
     purpose: str = MAIN

@@ -15,8 +15,7 @@ import numpy.typing as npt
 from rollout.types import Reward
 
 if TYPE_CHECKING:
-    from rollout.chat.group import Group
-    from rollout.chat.trajectory import Trajectory
+    from rollout.chat.trajectory import Group, Trajectory
     from rollout.chat.transcript import Transcript
 
 #: How messages call the functions.

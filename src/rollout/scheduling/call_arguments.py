@@ -7,7 +7,7 @@ from contextlib import suppress
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from rollout.chat.group import Group
+from rollout.chat.trajectory import Group
 from rollout.config import GroupPolicy
 from rollout.errors import PromptError
 from rollout.limits import NEVER, Deadline

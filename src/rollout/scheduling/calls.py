@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from rollout.chat.group import Group
+from rollout.chat.trajectory import Group
 from rollout.errors import RolloutError, SourceEnded
 from rollout.limits import NEVER, Deadline
 from rollout.scheduling.endings import (
@@ -523,7 +523,8 @@ class Call:
 
     def _accept_or_refuse(self, group: MemberGroup, wanted: Sequence[Ended]) -> None:
         """Have `accept` judge a group; where it raises, which ends the call, the group is left."""
-        result = Group.of(group.uid, group.prompt, [each.trajectory for each in wanted])
+        trajectories = tuple(each.trajectory for each in wanted)
+        result = Group(uid=group.uid, prompt=group.prompt, trajectories=trajectories)
         were_taken = bool(wanted) and all(each.member.was_taken for each in wanted)
         if self.groups.has_refused_too_many and not were_taken:  # by groups of the same moment
             return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from rollout.chat.group import Group
+from rollout.chat.trajectory import Group
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

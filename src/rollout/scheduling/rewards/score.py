@@ -13,7 +13,6 @@ import msgspec
 
 from rollout.agents.services import Services
 from rollout.agents.trajectory_state import UNRESPONSIVE
-from rollout.chat.group import Group
 from rollout.chat.reward_values import (
     GROUP_REWARD,
     REWARD,
@@ -21,6 +20,7 @@ from rollout.chat.reward_values import (
     check_group_values,
     check_reward_value,
 )
+from rollout.chat.trajectory import Group
 from rollout.child_processes import ChildRaisedError
 from rollout.containment import Contained, UnresponsiveError
 from rollout.limits import Deadline
@@ -285,8 +285,8 @@ def _copy(trajectory: Trajectory) -> Trajectory:
 
 def _copy_group(ended: Sequence[Ended]) -> Group:
     first = ended[0].member
-    trajectories = [_copy(each.trajectory) for each in ended]
-    return Group.of(first.identity.uid, first.prompt, trajectories)
+    trajectories = tuple(_copy(each.trajectory) for each in ended)
+    return Group(uid=first.identity.uid, prompt=first.prompt, trajectories=trajectories)
 
 
 def _end_cancelled(ended: Sequence[Ended]) -> None:
