@@ -6,7 +6,7 @@ Shapes: B rows, P prompt width, R response width; of a row T tokens, N of them i
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from rollout.chat.trajectory import Segment, Trajectory
+    from rollout.config import LengthsConfig
     from rollout.media.processor import MediaProcessor
 
 #: The arrays of all rows by the names that they have in `RolloutBatch.tensors`.
@@ -50,21 +51,9 @@ KEYS = {
 _OF_TRAJECTORY = TrajectoryFacts.__struct_fields__
 
 
-class Lengths(Protocol):
-    """The widths of the tensors in tokens; `rollout.LengthsConfig` has them."""
-
-    @property
-    def prompt(self) -> int:
-        """P."""
-
-    @property
-    def response(self) -> int:
-        """R."""
-
-
 def collate(
     trajectories: Sequence[Trajectory],
-    lengths: Lengths,
+    lengths: LengthsConfig,
     pad_token_id: int,
     layout: Layout = "padded",
     *,
@@ -143,7 +132,9 @@ def _make_sample(row: int, trajectory: Trajectory, at: int) -> Sample:
     return Sample(**facts, row=row, segment=at)
 
 
-def _check_rows(samples: Sequence[Sample], segments: Sequence[Segment], lengths: Lengths) -> None:
+def _check_rows(
+    samples: Sequence[Sample], segments: Sequence[Segment], lengths: LengthsConfig
+) -> None:
     """Raise a ValueError that names a row which does not fit into the batch."""
     for sample, segment in zip(samples, segments, strict=True):
         transcript, rewards = segment.transcript, segment.token_rewards

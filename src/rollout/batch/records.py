@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from rollout.chat.messages import Messages
 from rollout.chat.plain_data import MAX_DEPTH, show_value
 from rollout.chat.trajectory import MAIN, Parent, TrajectoryFacts
 from rollout.chat.trajectory_codec import TrajectoryRecord, pack_trajectory, unpack_trajectory
@@ -87,8 +88,7 @@ _decode_line = msgspec.json.Decoder(TrajectoryRecord[_SpanLine, list[Message]], 
 def sample_line(sample: Sample) -> bytes:
     """One line of ``samples.jsonl``."""
     extra = _write(sample.extra, f"{sample.uid!r} member {sample.member}: extra")
-    metrics = _make_floats(sample.metrics)
-    return encode_json(msgspec.structs.replace(sample, extra=extra, metrics=metrics))
+    return encode_json(msgspec.structs.replace(sample, extra=extra))
 
 
 def trajectory_line(trajectory: Trajectory, decode: Decode | None) -> bytes:
@@ -101,7 +101,6 @@ def trajectory_line(trajectory: Trajectory, decode: Decode | None) -> bytes:
         return write(list(map(drop_contents, messages)), "messages")
 
     record: Any = pack_trajectory(trajectory, write, write_messages)
-    record.metrics = _make_floats(record.metrics)
     for each in (record, *record.segments):
         each.spans = each.spans and [_write_span(span, decode) for span in each.spans]
     for segment in record.segments:
@@ -113,8 +112,11 @@ def trajectory_line(trajectory: Trajectory, decode: Decode | None) -> bytes:
     return encode_json(record)
 
 
-def trajectory_from_line(line: bytes) -> Trajectory:
+def trajectory_from_line(line: bytes, decode: Decode | None) -> Trajectory:
     """The trajectory of one line, its transcript appended again, span by span.
+
+    Args:
+        decode: Ids to text, for who prints it.
 
     Raises:
         msgspec.MsgspecError: The line is no such record.
@@ -130,7 +132,9 @@ def trajectory_from_line(line: bytes) -> Trajectory:
     if record.prompt is not None:
         messages = map(_read_media, record.prompt["messages"])
         prompt = Prompt(**{**record.prompt, "messages": list(messages)})
-    return unpack_trajectory(record, prompt, lambda messages: messages)
+    return unpack_trajectory(
+        record, prompt, lambda own: own if decode is None else Messages(own, decode)
+    )
 
 
 def _read_media(message: Any) -> Any:
@@ -173,11 +177,6 @@ def _read_spans(lines: Sequence[_SpanLine]) -> list[Span]:
                 top=(line.top_ids, line.top_log_probs) if line.top_ids else None,
             )
     return list(transcript.spans)
-
-
-def _make_floats(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Whole numbers are written as the floats that they are read as."""
-    return {name: float(value) for name, value in metrics.items()}
 
 
 def _write(value: Any, where: str, depth: int = 0) -> Any:

@@ -106,7 +106,8 @@ def check_reward_value(value: Any, trajectory: Trajectory, who: str = REWARD) ->
             ``score``, as verl's functions return; or has values of tokens, turns or segments that
             the trajectory does not have.
     """
-    reward, packed = as_reward(value, who), dict[int, array[float]]()
+    reward = as_reward(value, who)
+    packed: dict[int, array[float]] = {}
     for field in ("token_values", "turn_values"):
         values = getattr(reward, field)
         if values is not None and not isinstance(values, Mapping):
@@ -117,15 +118,11 @@ def check_reward_value(value: Any, trajectory: Trajectory, who: str = REWARD) ->
                 found = f"token_values and turn_values of the segment {index}"
                 raise _describe(who, found, "either of them", field)
             packed[index] = _pack(field, each, trajectory.segments[index].transcript, who)
-    segment_values = {
-        _check_index(at, trajectory, "segment_values", who): finite_number(
-            each, f"{who}, for the segment {at},", field="segment_values"
-        )
-        for at, each in reward.segment_values.items()
-    }
-    return Reward(
-        reward.value, extra=reward.extra, token_values=packed, segment_values=segment_values
-    )
+    own = dict[int, float]()
+    for at, each in reward.segment_values.items():
+        index = _check_index(at, trajectory, "segment_values", who)
+        own[index] = finite_number(each, f"{who}, for the segment {at},", field="segment_values")
+    return Reward(reward.value, extra=reward.extra, token_values=packed, segment_values=own)
 
 
 def check_group_values(value: Any, group: Group, who: str = GROUP_REWARD) -> list[Reward | None]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from rollout.chat.trajectory import Group
+from rollout.chat.trajectory import Group, Trajectory
 from rollout.errors import RolloutError, SourceEnded
 from rollout.limits import NEVER, Deadline
 from rollout.scheduling.endings import (
@@ -35,7 +35,6 @@ from rollout.types import Outcome
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 
-    from rollout.chat.trajectory import Trajectory
     from rollout.scheduling.group_queue import PromptSource
     from rollout.scheduling.groups import Groups, Leftovers
     from rollout.scheduling.member_group import Member, MemberGroup
