@@ -103,9 +103,6 @@ def trajectory_line(trajectory: Trajectory, decode: Decode | None) -> bytes:
     record: Any = pack_trajectory(trajectory, write, write_messages)
     for each in (record, *record.segments):
         each.spans = each.spans and [_write_span(span, decode) for span in each.spans]
-    for segment in record.segments:
-        if segment.token_rewards is not None:
-            segment.token_rewards = array("f", segment.token_rewards).tolist()
     if (prompt := trajectory.prompt) is not None:
         messages = record_prompt_messages(prompt.messages, trajectory.messages)
         record.prompt = write({**msgspec.structs.asdict(prompt), "messages": messages}, "prompt")
@@ -125,9 +122,6 @@ def trajectory_from_line(line: bytes, decode: Decode | None) -> Trajectory:
     record: Any = _decode_line(line)
     for each in (record, *record.segments):
         each.spans = each.spans and _read_spans(each.spans)
-    for segment in record.segments:
-        if segment.token_rewards is not None:
-            segment.token_rewards = array("f", map(float, segment.token_rewards)).tobytes()
     prompt = None
     if record.prompt is not None:
         messages = map(_read_media, record.prompt["messages"])

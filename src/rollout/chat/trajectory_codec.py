@@ -39,7 +39,6 @@ class SegmentRecord(msgspec.Struct, Generic[S, M], kw_only=True, omit_defaults=T
     """A segment; without spans it has the trajectory's own, and without messages too.
 
     Attributes:
-        token_rewards: Packed float32.
         media: Without contents.
         experts: (layers, top_k), and int16 of the first tokens.
     """
@@ -48,7 +47,7 @@ class SegmentRecord(msgspec.Struct, Generic[S, M], kw_only=True, omit_defaults=T
     parent: Parent | None = None
     trainable: bool | None = None
     reward: float | None = None
-    token_rewards: Any = None
+    token_rewards: list[float] | None = None
     session_id: str = ""
     seeds: list[int] = []
     spans: list[S] | None = None
@@ -109,7 +108,7 @@ def pack_trajectory(
         return SegmentRecord(
             **{name: getattr(segment, name) for name in SEGMENT_FACTS},
             reward=write(segment.reward, "segments.reward"),
-            token_rewards=None if rewards is None else array("f", rewards).tobytes(),
+            token_rewards=None if rewards is None else array("f", rewards).tolist(),
             spans=None if own is trajectory.transcript else list(own.spans),
             media=tuple(PlacedMedia(drop_content(m.medium), m.start, m.count) for m in own.media),
             experts=experts,

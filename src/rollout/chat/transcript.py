@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import Any, Literal
 
 import msgspec
@@ -132,11 +131,6 @@ class Transcript(msgspec.Struct, eq=False, gc=False):
                 break
             length += len(span)
         return length
-
-    @property
-    def turns(self) -> int:
-        """How many generated spans there are."""
-        return sum(1 for _ in self.generated_spans())
 
     @property
     def versions(self) -> set[int]:
@@ -257,9 +251,10 @@ class Transcript(msgspec.Struct, eq=False, gc=False):
         """(T,) int32: the version that sampled each generated id; -1 off the mask."""
         values = np.full(len(self), NO_VERSION, dtype=np.int32)
         for span in self.generated_spans():
-            ends = accumulate((count for _, count in span.versions), initial=span.start)
-            for start, (version, count) in zip(ends, span.versions, strict=False):
+            start = span.start
+            for version, count in span.versions:
                 values[start : start + count] = version
+                start += count
         return values
 
     def top_ids(self) -> npt.NDArray[np.int32]:
