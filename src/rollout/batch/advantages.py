@@ -67,7 +67,7 @@ def group_relative(
 
     def compare(rewards: list[float]) -> list[float]:
         values = _center(rewards)
-        variance = math.fsum(value**2 for value in values) / max(len(values) - 1, 1)
+        variance = math.fsum(value * value for value in values) / max(len(values) - 1, 1)
         scale = math.sqrt(variance) + epsilon if divide_by_std else 1.0
         return [value and value / scale for value in values]  # 0.0 also where the scale is 0
 

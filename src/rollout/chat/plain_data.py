@@ -156,7 +156,7 @@ def _plain(value: Any, depth: int, simplify: Callable[[Any], Any]) -> Any:
         return value
     if kind in (dict, list, tuple):  # one of another type would not come back as such
         return _plain_items(value, depth + 1, simplify)
-    if isinstance(value, datetime) and value.tzinfo is not None:  # msgpack has those
+    if kind is datetime and value.tzinfo is not None:  # msgpack has those
         return value
     made = simplify(value)
     if made is not value:

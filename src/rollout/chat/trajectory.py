@@ -73,7 +73,7 @@ class TrajectoryFacts(msgspec.Struct, kw_only=True):
     reward: float | None = None
     turn_scores: list[float] = []
     tool_rewards: list[float] = []
-    metrics: dict[str, float | int] = {}  # numbers come back as they were written
+    metrics: dict[str, float | int] = {}  # whole numbers take less memory
     extra: dict[str, Any] = {}
 
 

@@ -261,9 +261,9 @@ def restore_media(trajectory: Trajectory, contents: KnownContents) -> None:
 
     def restore(messages: Sequence[Message]) -> Sequence[Message]:
         restored = contents.restore_messages(messages)
-        if isinstance(messages, Messages):
-            restored = Messages(list(restored), messages.decode)
-        return restored
+        if restored is messages or not isinstance(messages, Messages):
+            return restored
+        return Messages(list(restored), messages.decode)
 
     before = trajectory.messages
     trajectory.messages = restore(before)

@@ -298,13 +298,15 @@ class Transcript(msgspec.Struct, eq=False, gc=False):
             ValueError: The transcript has not so many tokens, or had others of another shape;
                 nothing has changed.
         """
-        shape, known = experts.shape[1:], self.routed_length
-        if self.expert_shape not in (None, shape):
-            raise ValueError(f"append_routed_experts: a shape of {shape} after {self.expert_shape}")
-        if known + len(experts) > len(self):
+        count, layers, top_k = experts.shape
+        if self.expert_shape not in (None, (layers, top_k)):
             raise ValueError(
-                f"append_routed_experts: {len(experts)} tokens after {known}; expected at most "
-                f"{len(self)} in all"
+                f"append_routed_experts: a shape of {(layers, top_k)} after {self.expert_shape}"
+            )
+        if self.routed_length + count > len(self):
+            raise ValueError(
+                f"append_routed_experts: {count} tokens after {self.routed_length}; expected at "
+                f"most {len(self)} in all"
             )
         self._experts.append(np.array(experts, dtype=np.int16))
 
