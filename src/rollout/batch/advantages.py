@@ -29,8 +29,6 @@ logger = logging.getLogger("rollout")
 
 #: Added to a standard deviation, so that nothing is divided by 0.
 EPSILON = 1e-6
-#: What names the trajectory of a row.
-_KEYS = ("groups", "trajectories")
 #: Functions that have logged that a batch has no rewards.
 _hinted: set[str] = set()
 _UNREWARDED = (
@@ -183,7 +181,8 @@ class _Counted:
             logger.warning(_UNREWARDED, hint, len(rewards))
         self._groups: dict[Any, dict[Any, float]] = {}
         self._rows: list[Any] = []  # the group and the trajectory of each row that counts
-        listed = [tensors[name].tolist() for name in ("rewards", "trainable", *_KEYS)]
+        keys = ("rewards", "trainable", "groups", "trajectories")
+        listed = (tensors[key].tolist() for key in keys)
         for reward, is_trainable, *row in zip(*listed, strict=True):
             is_counted = is_trainable and not math.isnan(reward)
             self._rows.append(tuple(row) if is_counted else None)

@@ -154,12 +154,10 @@ def _check_rows(
 def _read_columns(
     segments: Sequence[Segment], processor: MediaProcessor | None, position_rows: int
 ) -> Columns:
-    """Read the arrays of rows out of their segments.
+    """Read the arrays of rows out of their segments, each as long as `KEYS` says.
 
-    ``prompts`` (T - N,), ``responses``, ``response_mask``, ``rollout_log_probs``,
-    ``weight_versions``, ``token_rewards`` (N,), ``input_ids``, ``attention_mask`` (T,),
-    ``position_ids`` (T,), or (T, position_rows) of M-RoPE families, ``routed_experts``
-    (T, layers, top_k). Those of token rewards and experts are there only where a row has some.
+    ``position_ids`` are (T,), or (T, position_rows) of M-RoPE families; ``token_rewards`` and
+    ``routed_experts``, (T, layers, top_k), are there only where a row has some.
     """
     shapes = (segment.transcript.expert_shape for segment in segments)
     shape = next((each for each in shapes if each is not None), None)

@@ -143,8 +143,7 @@ def _read_media(message: Any) -> Any:
 
 def _write_span(span: Span, decode: Decode | None) -> _SpanLine:
     ids = array("i", span.ids).tolist()
-    width, top_ids, top_log_probs = span.top or (0, b"", b"")
-    likely: Any = np.frombuffer(top_log_probs, np.float32).reshape(-1, width or 1).tolist()
+    width, top_ids, top_log_probs = span.top or (1, b"", b"")
     return _SpanLine(
         kind=span.kind,
         ids=ids,
@@ -152,8 +151,8 @@ def _write_span(span: Span, decode: Decode | None) -> _SpanLine:
         log_probs=array("f", span.log_probs).tolist(),
         versions=list(span.versions),
         finish_reason=span.finish_reason,
-        top_ids=np.frombuffer(top_ids, np.int32).reshape(-1, width or 1).tolist(),
-        top_log_probs=likely,
+        top_ids=np.frombuffer(top_ids, np.int32).reshape(-1, width).tolist(),
+        top_log_probs=np.frombuffer(top_log_probs, np.float32).reshape(-1, width).tolist(),
     )
 
 

@@ -211,11 +211,9 @@ class Transcript(msgspec.Struct, eq=False, gc=False):
         """
         if not 1 <= position <= len(self):
             raise ValueError(f"fork: position = {position}: expected 1 to {len(self)}")
-        prompt = min(position, self.prompt_length)
         forked = Transcript()
-        forked.append_prompt(self.prefix.packed(0, prompt))
-        forked.append_observation(self.prefix.packed(prompt, position))
-        forked.media = tuple(each for each in self.media if each.start + each.count <= position)
+        media = [each for each in self.media if each.start + each.count <= position]
+        append_split(forked, self.prefix.slice(0, position), media, self.prompt_length)
         experts = self.routed_experts()
         if experts is not None:
             forked.append_routed_experts(experts[: min(position, self.routed_length)])
