@@ -35,7 +35,7 @@ TOO_DEEP = f"refers to itself, or is nested more than {MAX_DEPTH} deep"
 _ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
 #: Kinds of NumPy's types that are numbers.
 _NUMBERS = "biufc"
-_SIMPLE = frozenset((bool, float, bytes, msgspec.msgpack.Ext))
+_SIMPLE = frozenset((bool, float, bytes))
 _LEAST, _MOST = -(2**63), 2**64 - 1
 
 
@@ -160,7 +160,8 @@ def _plain(value: Any, depth: int, simplify: Callable[[Any], Any]) -> Any:
         return value
     made = simplify(value)
     if made is not value:
-        return _plain(made, depth + 1, simplify)
+        is_packed = type(made) is msgspec.msgpack.Ext
+        return made if is_packed else _plain(made, depth + 1, simplify)
     if kind is str:
         raise NotPlainError(f"is a str that UTF-8 cannot hold: {value!r:.80}")
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
