@@ -111,7 +111,7 @@ def trajectory_line(trajectory: Trajectory, decode: Decode | None) -> bytes:
     return encode_json(record)
 
 
-def trajectory_from_line(line: bytes, decode: Decode | None) -> Trajectory:
+def trajectory_from_line(line: bytes, decode: Decode | None = None) -> Trajectory:
     """The trajectory of one line, its transcript appended again, span by span.
 
     Args:
