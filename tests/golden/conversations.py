@@ -379,7 +379,7 @@ async def scored(trajectory: Trajectory) -> Any:
             values = [at / 64 for at in range(transcript.response_length)]
             return Reward(value=length / 64, token_values=values, extra={"seen": length})
         case "turns":
-            return Reward(value=1.0, turn_values=[0.5] * len(list(transcript.generated_spans())))
+            return Reward(value=1.0, turn_values=[0.5] * transcript.turns)
         case "mapping":
             return {"score": length / 32, "detail": "long" if length > 30 else "short"}
         case "bool":

@@ -133,6 +133,11 @@ class Transcript(msgspec.Struct, eq=False, gc=False):
         return length
 
     @property
+    def turns(self) -> int:
+        """How many generated spans there are."""
+        return sum(1 for _ in self.generated_spans())
+
+    @property
     def versions(self) -> set[int]:
         """Those of the weights that sampled it."""
         return {version for span in self._spans for version, _ in span.versions}

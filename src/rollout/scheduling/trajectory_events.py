@@ -50,7 +50,7 @@ def emit_ended(events: EventStream, member: Member, trajectory: Trajectory) -> N
             cause="" if cause is None else f"{cause.type}: {cause.message}",
             trainable=trajectory.trainable,
             reward=trajectory.reward,
-            turns=sum(1 for each in rows for _ in each.generated_spans()),
+            turns=sum(each.turns for each in rows),
             num_turns=trajectory.num_turns,
             rows=len(trajectory.segments),
             prompt_tokens=sum(each.prompt_length for each in rows),
