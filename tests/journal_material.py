@@ -97,7 +97,7 @@ def content(trajectory: Trajectory) -> dict[str, Any]:
     return {
         "ids": [each.transcript.ids().tolist() for each in trajectory.segments],
         "masks": [each.transcript.mask().tolist() for each in trajectory.segments],
-        "log_probs": [each.transcript.log_probs_bytes() for each in trajectory.segments],
+        "log_probs": [each.transcript.log_probs().tobytes() for each in trajectory.segments],
         "versions": [each.transcript.weight_versions().tolist() for each in trajectory.segments],
         "spans": [each.transcript.spans for each in trajectory.segments],
         "token_rewards": [each.token_rewards for each in trajectory.segments],

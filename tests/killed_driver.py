@@ -106,7 +106,7 @@ async def groups() -> None:
 def content_of(trajectory: Any) -> list[Any]:
     """What must come back bit for bit."""
     transcript = trajectory.transcript
-    packed = (transcript.ids_bytes(), transcript.log_probs_bytes(), transcript.mask().tobytes())
+    packed = (transcript.ids_bytes(), transcript.log_probs().tobytes(), transcript.mask().tobytes())
     return [trajectory.uid, trajectory.member, trajectory.outcome, *(p.hex() for p in packed)]
 
 

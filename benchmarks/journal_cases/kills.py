@@ -145,7 +145,7 @@ def content_of(trajectory: Trajectory) -> dict[str, Any]:
     transcript = trajectory.transcript
     return {
         "ids": transcript.ids_bytes(),
-        "log_probs": transcript.log_probs_bytes(),
+        "log_probs": transcript.log_probs().tobytes(),
         "mask": transcript.mask().tobytes(),
         "versions": transcript.weight_versions().tobytes(),
         "reward": trajectory.reward,

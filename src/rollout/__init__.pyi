@@ -17,8 +17,8 @@ from rollout.batch import (
     RolloutBatch as RolloutBatch,
     collate as collate,
 )
-from rollout.chat.group import Group as Group
 from rollout.chat.trajectory import (
+    Group as Group,
     Segment as Segment,
     Trajectory as Trajectory,
 )

@@ -136,7 +136,7 @@ async def test_generate_ids_beyond_the_room_end_the_trajectory_as_length() -> No
 
     (trajectory,) = (await tried(trial)).trajectories
     assert (trajectory.outcome, trajectory.limit_source) == (Outcome.LENGTH, "lengths.response")
-    assert not trajectory.transcript.ends_with_observation
+    assert not trajectory.transcript.trailing_observation_length
     assert trajectory.num_turns == 2
 
 

@@ -302,6 +302,13 @@ def test_batch_half_of_a_surrogate_pair_is_escaped(tmp_path: Path) -> None:
     assert loaded.trajectories[0].messages[0].tool_calls[0].arguments == {"x": "\\ud83d"}
 
 
+def test_batch_metrics_of_any_kind_of_number_come_back_as_numbers(tmp_path: Path) -> None:
+    metrics = {"ok": True, "count": 2, "share": np.float32(0.5)}
+    collate(trajectories(metrics=metrics), LENGTHS, 0).save(tmp_path)
+    loaded = RolloutBatch.load(tmp_path)
+    assert loaded.samples[0].metrics == loaded.trajectories[0].metrics == metrics
+
+
 def test_batch_reward_of_no_number_is_told_apart_from_an_unknown_one(tmp_path: Path) -> None:
     collate(trajectories(reward=math.nan), LENGTHS, 0).save(tmp_path)
     first, second = RolloutBatch.load(tmp_path).samples

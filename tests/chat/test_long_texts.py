@@ -232,7 +232,7 @@ async def test_observe_long_text_that_turns_out_too_long_ends_the_trajectory() -
         name="observes_at_length",
     )
     assert (trajectory.outcome, trajectory.limit_source) == (Outcome.LENGTH, "lengths.response")
-    assert not trajectory.transcript.ends_with_observation
+    assert not trajectory.transcript.trailing_observation_length
     assert [message.role for message in trajectory.messages] == ["user", "assistant"]
 
 
@@ -242,7 +242,7 @@ async def test_observe_text_certainly_too_long_ends_the_trajectory_at_the_next_t
         _question(extra={"texts": ["x" * 1_000_000]}), response=64, name="observes_at_length"
     )
     assert (trajectory.outcome, trajectory.limit_source) == (Outcome.LENGTH, "lengths.response")
-    assert not trajectory.transcript.ends_with_observation
+    assert not trajectory.transcript.trailing_observation_length
 
 
 @register_agent("offers_long_tools")
@@ -284,7 +284,7 @@ async def test_user_who_says_megabytes_ends_by_length(anyio_backend: Any) -> Non
         interaction="scripted",
     )
     assert (trajectory.outcome, trajectory.limit_source) == (Outcome.LENGTH, "lengths.response")
-    assert not trajectory.transcript.ends_with_observation
+    assert not trajectory.transcript.trailing_observation_length
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])

@@ -100,7 +100,6 @@ def test_transcript_lengths_agree_with_its_mask(prompt: list[int], turns: list[S
     assert transcript.response_length == len(transcript) - len(prompt)
     assert transcript.generated_length == mask.sum()
     assert transcript.trailing_observation_length == len(transcript) - answered
-    assert transcript.ends_with_observation == (len(transcript) > answered)
 
 
 @given(PROMPTS, TURNS, TURNS)
@@ -142,7 +141,6 @@ def test_transcript_packed_and_listed_input_give_the_same_tokens(
 
 def test_transcript_empty_generation_after_observation_still_ends_with_it() -> None:
     transcript = filled([1, 2], [Spoken("observation", [3, 4, 5]), Spoken("generated", [])])
-    assert transcript.ends_with_observation
     assert transcript.trailing_observation_length == 3
     assert repr(transcript) == "<Transcript prompt:2 observation:3 generated:0>"
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from harness.watched_core import WatchedCore
     from harness.watched_tools import Use
     from rollout.batch import RolloutBatch
-    from rollout.chat.group import Group
+    from rollout.chat.trajectory import Group
     from rollout.config import RolloutConfig
     from rollout.runtime.measuring import RuntimeStatistics
     from rollout.runtime.runtime import RolloutRuntime

@@ -80,8 +80,8 @@ def streamed(
 def runs_of(trajectory: Trajectory) -> list[tuple[int, int]]:
     """Version and number of its sampled tokens, in order; those of one version together."""
     found: dict[int, int] = {}
-    for count, version in trajectory.transcript.runs():
-        if version is not None:
+    for span in trajectory.transcript.generated_spans():
+        for version, count in span.versions:
             found[version] = found.get(version, 0) + count
     return list(found.items())
 

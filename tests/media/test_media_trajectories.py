@@ -656,10 +656,11 @@ def check_same_media(first: RolloutBatch, again: RolloutBatch) -> None:
     assert (before.outcome, after.outcome) == (Outcome.COMPLETED, Outcome.COMPLETED), after.cause
     assert len(before.transcript.media) == 2
     assert after.transcript.ids_bytes() == before.transcript.ids_bytes()
-    assert after.transcript.log_probs_bytes() == before.transcript.log_probs_bytes()
+    assert after.transcript.log_probs().tobytes() == before.transcript.log_probs().tobytes()
     assert after.transcript.media == before.transcript.media
     assert all(each.medium.is_intact for each in after.transcript.media)
     assert list(after.messages) == list(before.messages)
+    assert str(after) == str(before)
     for one, other in zip(first.multi_modal_inputs, again.multi_modal_inputs, strict=True):
         assert one.keys() == other.keys()
         assert all(bool((one[name] == other[name]).all()) for name in one)

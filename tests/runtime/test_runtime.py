@@ -410,7 +410,7 @@ async def test_max_assistant_turns_reached_ends_with_that_limit() -> None:
     assert trajectory.limit_source == "agent.max_assistant_turns"
     assert [kind for kind, _ in texts(trajectory)].count("generated") == 3
     assert trajectory.num_turns == 3 + 2 + 1
-    assert not trajectory.transcript.ends_with_observation
+    assert not trajectory.transcript.trailing_observation_length
 
 
 async def test_max_user_turns_reached_ends_with_that_limit() -> None:

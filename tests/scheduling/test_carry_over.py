@@ -76,11 +76,13 @@ async def test_carried_trajectory_survives_sleep_and_new_weights_with_exact_vers
         await anyio.sleep(10.0)
         assert runtime.engines.tokens_under_way == had
         batch = await runtime.collect(source, 1, step=1, policy=GroupPolicy(oversample=1.0))
+    sampled = list[tuple[int, int]]()
     for trajectory in batch.trajectories:
-        runs = [(v, n) for n, v in trajectory.transcript.runs()]
+        runs = [run for span in trajectory.transcript.generated_spans() for run in span.versions]
+        sampled += runs
         assert [version for version, _ in runs] == [0, 5]
         assert sum(n for _, n in runs) == trajectory.transcript.generated_length == 3001
-    assert sum(n for t in batch.trajectories for n, v in t.transcript.runs() if v == 0) == had
+    assert sum(n for version, n in sampled if version == 0) == had
 
 
 async def test_carried_trajectory_has_its_deadline_afresh() -> None:

@@ -418,7 +418,10 @@ async def test_group_reward_is_not_asked_about_a_group_without_trainable_members
             "group_reward = 'judge': cannot be called; a function's name is written",
         ),
         (nothing, "group_reward = nothing (test_group_rewards, line "),
-        (Group, "group_reward = <class 'rollout.chat.group.Group'>: a class, not one of its obj"),
+        (
+            Group,
+            "group_reward = <class 'rollout.chat.trajectory.Group'>: a class, not one of its obj",
+        ),
         ("no.such:name", "group_reward = 'no.such:name': ModuleNotFoundError"),
     ],
 )

@@ -212,7 +212,7 @@ def test_has_signal_wants_different_rewards_of_trainable_members() -> None:
             )
             for index, reward in enumerate(rewards)
         ]
-        return Group.of("p", user("x"), trajectories)
+        return Group(uid="p", prompt=user("x"), trajectories=trajectories)
 
     assert has_signal(group(0.0, 1.0))
     assert not has_signal(group(1.0, 1.0))

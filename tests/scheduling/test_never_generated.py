@@ -112,7 +112,7 @@ async def test_agent_that_returns_without_a_generation_failed_and_has_no_part_in
     assert batch.tensors["trainable"].equal(~of_first)
     assert not batch.tensors["response_mask"][of_first].any()
     assert group_relative(batch).equal(torch.zeros(len(batch)))
-    assert not has_signal(Group.of("p0", go(), batch.trajectories))
+    assert not has_signal(Group(uid="p0", prompt=go(), trajectories=batch.trajectories))
     assert batch.metrics["outcomes/failed/never_generated"] == 1
     assert (statistics.admitted, statistics.outcomes) == (4, {"failed": 1, "completed": 3})
 

@@ -444,7 +444,7 @@ async def test_max_tool_calls_reached_ends_before_the_calls_run() -> None:
     assert (trajectory.outcome, trajectory.reason) == (Outcome.LIMIT, "tool_calls")
     assert trajectory.limit_source == "agent.max_tool_calls"
     assert trajectory.metrics["tool_calls"] == 4
-    assert not trajectory.transcript.ends_with_observation
+    assert not trajectory.transcript.trailing_observation_length
 
 
 async def test_errors_in_a_row_reached_end_the_trajectory() -> None:
@@ -455,7 +455,7 @@ async def test_errors_in_a_row_reached_end_the_trajectory() -> None:
     (trajectory,) = batch.trajectories
     assert (trajectory.outcome, trajectory.reason) == (Outcome.LIMIT, "errors")
     assert trajectory.metrics["tool_calls"] == 3
-    assert not trajectory.transcript.ends_with_observation
+    assert not trajectory.transcript.trailing_observation_length
 
 
 @pytest.mark.parametrize(

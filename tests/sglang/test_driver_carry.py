@@ -65,9 +65,7 @@ async def test_carried_trajectories_log_probs_are_those_of_each_version(
     await runtime.update_weights(version=first + 1, source=DiskWeights(models[1]))
     batch = await runtime.collect(source, CARRIED)
     assert runtime.statistics().carried == 0
-    spans = [
-        sorted({v for _, v in t.transcript.runs() if v is not None}) for t in batch.trajectories
-    ]
+    spans = [sorted(each.transcript.versions) for each in batch.trajectories]
     assert sum(span == [first, first + 1] for span in spans) >= CARRIED // 2
     ratios = []
     for trajectory in batch.trajectories:

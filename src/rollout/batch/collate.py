@@ -6,7 +6,7 @@ Shapes: B rows, P prompt width, R response width; of a row T tokens, N of them i
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,8 @@ from tensordict import TensorDict
 from rollout.batch.metrics import batch_metrics
 from rollout.batch.records import Sample, count_tokens, find_media
 from rollout.batch.rollout_batch import RolloutBatch
-from rollout.chat.trajectory_codec import SEGMENT_FACTS, TrajectoryFacts
+from rollout.chat.trajectory import TrajectoryFacts
+from rollout.chat.trajectory_codec import SEGMENT_FACTS
 from rollout.chat.transcript import NO_EXPERT, NO_VERSION
 from rollout.media.tensors import MultiModalInputs
 from rollout.tensor_layout import Layout, Trim, layout_faults, trim_width
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from rollout.chat.trajectory import Segment, Trajectory
+    from rollout.config import LengthsConfig
     from rollout.media.processor import MediaProcessor
 
 #: The arrays of all rows by the names that they have in `RolloutBatch.tensors`.
@@ -46,24 +48,12 @@ KEYS = {
     "routed_experts": (BOTH, torch.int16, NO_EXPERT),
 }
 #: What a sample has of its trajectory.
-_OF_TRAJECTORY = (*TrajectoryFacts.__struct_fields__, "extra")
-
-
-class Lengths(Protocol):
-    """The widths of the tensors in tokens; `rollout.LengthsConfig` has them."""
-
-    @property
-    def prompt(self) -> int:
-        """P."""
-
-    @property
-    def response(self) -> int:
-        """R."""
+_OF_TRAJECTORY = TrajectoryFacts.__struct_fields__
 
 
 def collate(
     trajectories: Sequence[Trajectory],
-    lengths: Lengths,
+    lengths: LengthsConfig,
     pad_token_id: int,
     layout: Layout = "padded",
     *,
@@ -142,7 +132,9 @@ def _make_sample(row: int, trajectory: Trajectory, at: int) -> Sample:
     return Sample(**facts, row=row, segment=at)
 
 
-def _check_rows(samples: Sequence[Sample], segments: Sequence[Segment], lengths: Lengths) -> None:
+def _check_rows(
+    samples: Sequence[Sample], segments: Sequence[Segment], lengths: LengthsConfig
+) -> None:
     """Raise a ValueError that names a row which does not fit into the batch."""
     for sample, segment in zip(samples, segments, strict=True):
         transcript, rewards = segment.transcript, segment.token_rewards
@@ -162,12 +154,10 @@ def _check_rows(samples: Sequence[Sample], segments: Sequence[Segment], lengths:
 def _read_columns(
     segments: Sequence[Segment], processor: MediaProcessor | None, position_rows: int
 ) -> Columns:
-    """Read the arrays of rows out of their segments.
+    """Read the arrays of rows out of their segments, each as long as `KEYS` says.
 
-    ``prompts`` (T - N,), ``responses``, ``response_mask``, ``rollout_log_probs``,
-    ``weight_versions``, ``token_rewards`` (N,), ``input_ids``, ``attention_mask`` (T,),
-    ``position_ids`` (T,), or (T, position_rows) of M-RoPE families, ``routed_experts``
-    (T, layers, top_k). Those of token rewards and experts are there only where a row has some.
+    ``position_ids`` are (T,), or (T, position_rows) of M-RoPE families; ``token_rewards`` and
+    ``routed_experts``, (T, layers, top_k), are there only where a row has some.
     """
     shapes = (segment.transcript.expert_shape for segment in segments)
     shape = next((each for each in shapes if each is not None), None)

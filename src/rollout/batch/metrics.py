@@ -30,27 +30,9 @@ _SUMS = {
 def batch_metrics(
     trajectories: Sequence[Trajectory], extra: Mapping[str, float]
 ) -> dict[str, float]:
-    """The metrics of a batch by name; durations in seconds, tokens summed over trajectories.
+    """The metrics of a batch by name, as the table in ``docs/observe.md`` explains them.
 
-    * ``generation_s/{min,mean,max}``, ``tool_s/{min,mean,max}``: over trajectories;
-      ``trajectory_s/max``: of the slowest one;
-    * ``tokens/{prompt,generated,observation}``, and ``tokens/trailing_observation``: those
-      observations that nothing answered, which the tensors leave out;
-    * ``outcomes/<outcome>`` and ``outcomes/<outcome>/<reason>``: how many ended so;
-    * ``recovery/{resumes,restarts}``: requests that resumed elsewhere, or restarted, because their
-      replica was lost; ``tokens/discarded``: what was dropped by that and by further attempts;
-      ``tokens/cut_prompt``: what over-long prompts have lost;
-    * ``sampling/truncated_share``: of all generated tokens, those of training rows that were drawn
-      under top_k, top_p or min_p; absent where none were;
-    * ``media/sampled_placeholders``: turns that ended before a placeholder of an image or a video
-      that the model sampled by itself; what followed is in ``tokens/discarded``;
-    * ``gateway/pinned_calls``: calls of clients whose sampling `gateway.sampling` "pin" overrode;
-    * ``tokenization/<kind>``: where `agent.tokenization_check` is on, how many compared so;
-    * ``reward/{min,mean,max}``: over known rewards; ``turns/mean``;
-    * ``tool/<tool>/{calls,errors,seconds,seconds_max}`` and ``tool_calls``, ``tool_errors``;
-    * ``staleness/{mean,max}``: by how many versions the weights are newer now than those that
-      sampled, over sampled tokens;
-    * ``throughput/{tokens_per_s,trajectories_per_s}``: where ``batch_s`` is known.
+    Durations are in seconds, tokens are summed over trajectories, spreads are over trajectories.
 
     Args:
         extra: What was measured while the call ran: ``batch_s``, ``weights/version`` (of the

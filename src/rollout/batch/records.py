@@ -15,14 +15,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from rollout.chat.messages import Messages
 from rollout.chat.plain_data import MAX_DEPTH, show_value
-from rollout.chat.trajectory import MAIN, Parent
-from rollout.chat.trajectory_codec import (
-    TrajectoryFacts,
-    TrajectoryRecord,
-    pack_trajectory,
-    unpack_trajectory,
-)
+from rollout.chat.trajectory import MAIN, Parent, TrajectoryFacts
+from rollout.chat.trajectory_codec import TrajectoryRecord, pack_trajectory, unpack_trajectory
 from rollout.chat.transcript import Span, SpanKind, Transcript
 from rollout.media.records import drop_contents, record_prompt_messages
 from rollout.types import Message, Prompt
@@ -52,7 +48,6 @@ class Sample(TrajectoryFacts, kw_only=True):
     """
 
     row: int
-    extra: dict[str, Any]
     segment: int = 0
     parent: Parent | None = None
     purpose: str = MAIN
@@ -110,17 +105,17 @@ def trajectory_line(trajectory: Trajectory, decode: Decode | None) -> bytes:
     record.metrics = _make_floats(record.metrics)
     for each in (record, *record.segments):
         each.spans = each.spans and [_write_span(span, decode) for span in each.spans]
-    for segment in record.segments:
-        if segment.token_rewards is not None:
-            segment.token_rewards = array("f", segment.token_rewards).tolist()
     if (prompt := trajectory.prompt) is not None:
         messages = record_prompt_messages(prompt.messages, trajectory.messages)
         record.prompt = write({**msgspec.structs.asdict(prompt), "messages": messages}, "prompt")
     return encode_json(record)
 
 
-def trajectory_from_line(line: bytes) -> Trajectory:
+def trajectory_from_line(line: bytes, decode: Decode | None = None) -> Trajectory:
     """The trajectory of one line, its transcript appended again, span by span.
+
+    Args:
+        decode: Ids to text, for who prints it.
 
     Raises:
         msgspec.MsgspecError: The line is no such record.
@@ -129,14 +124,13 @@ def trajectory_from_line(line: bytes) -> Trajectory:
     record: Any = _decode_line(line)
     for each in (record, *record.segments):
         each.spans = each.spans and _read_spans(each.spans)
-    for segment in record.segments:
-        if segment.token_rewards is not None:
-            segment.token_rewards = array("f", map(float, segment.token_rewards)).tobytes()
     prompt = None
     if record.prompt is not None:
         messages = map(_read_media, record.prompt["messages"])
         prompt = Prompt(**{**record.prompt, "messages": list(messages)})
-    return unpack_trajectory(record, prompt, lambda messages: messages)
+    return unpack_trajectory(
+        record, prompt, lambda own: own if decode is None else Messages(own, decode)
+    )
 
 
 def _read_media(message: Any) -> Any:
@@ -149,8 +143,7 @@ def _read_media(message: Any) -> Any:
 
 def _write_span(span: Span, decode: Decode | None) -> _SpanLine:
     ids = array("i", span.ids).tolist()
-    width, top_ids, top_log_probs = span.top or (0, b"", b"")
-    likely: Any = np.frombuffer(top_log_probs, np.float32).reshape(-1, width or 1).tolist()
+    width, top_ids, top_log_probs = span.top or (1, b"", b"")
     return _SpanLine(
         kind=span.kind,
         ids=ids,
@@ -158,8 +151,8 @@ def _write_span(span: Span, decode: Decode | None) -> _SpanLine:
         log_probs=array("f", span.log_probs).tolist(),
         versions=list(span.versions),
         finish_reason=span.finish_reason,
-        top_ids=np.frombuffer(top_ids, np.int32).reshape(-1, width or 1).tolist(),
-        top_log_probs=likely,
+        top_ids=np.frombuffer(top_ids, np.int32).reshape(-1, width).tolist(),
+        top_log_probs=np.frombuffer(top_log_probs, np.float32).reshape(-1, width).tolist(),
     )
 
 
@@ -182,7 +175,7 @@ def _read_spans(lines: Sequence[_SpanLine]) -> list[Span]:
 
 
 def _make_floats(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Whole numbers are written as the floats that they are read as."""
+    """Whole numbers are written as the floats that they are read as, and so are bools."""
     return {name: float(value) for name, value in metrics.items()}
 
 

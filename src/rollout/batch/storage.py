@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,7 +21,6 @@ from rollout.batch.records import (
     trajectory_from_line,
     trajectory_line,
 )
-from rollout.chat.messages import Messages
 from rollout.chat.trajectory_codec import collect_contents, list_trajectory_media, restore_media
 from rollout.disk_room import unwritable
 from rollout.engine.model_files import load_decoder
@@ -30,7 +29,7 @@ from rollout.media.records import KnownContents
 from rollout.plurals import count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from rollout.chat.trajectory import Trajectory
 
@@ -86,18 +85,6 @@ class BatchTokenizer(msgspec.Struct, kw_only=True, dict=True):
                 f"the batch's tokenizer, that of {name}, cannot be loaded: {error}; give "
                 "RolloutBatch.load(..., tokenizer=) where it is now"
             ) from error
-
-
-def _make_decodable(trajectories: Iterable[Trajectory], tokenizer: BatchTokenizer | None) -> None:
-    """Let loaded trajectories be printed with their tokens."""
-    if tokenizer is None:
-        return
-    for trajectory in trajectories:
-        before = trajectory.messages
-        trajectory.messages = Messages(list(before), tokenizer.decode)
-        for segment in trajectory.segments:
-            if segment.messages is before:
-                segment.messages = trajectory.messages
 
 
 class _File(msgspec.Struct, kw_only=True):
@@ -232,12 +219,9 @@ def read_batch(directory: Path, moved_to: str | None = None) -> dict[str, Any]:
     contents = {digest: tensor.numpy().tobytes() for digest, tensor in media.items()}
     known = KnownContents(contents.get, str(directory / MEDIA))
     tokenizer = meta.tokenizer if moved_to is None else BatchTokenizer(path=moved_to)
-    trajectories = _decode_lines(
-        files[TRAJECTORIES], directory / TRAJECTORIES, trajectory_from_line
-    )
+    trajectories = _decode_trajectories(files[TRAJECTORIES], directory / TRAJECTORIES, tokenizer)
     for trajectory in trajectories:
         restore_media(trajectory, known)
-    _make_decodable(trajectories, tokenizer)
     metrics = _decode(files[METRICS], directory / METRICS, dict[str, float | str])
     return {
         "tokenizer": tokenizer,
@@ -255,9 +239,7 @@ def read_trajectories(path: Path) -> list[Trajectory]:
     Raises:
         RolloutError: The file cannot be read, or a line describes no trajectory; names it.
     """
-    trajectories = _decode_lines(_read(path), path, trajectory_from_line)
-    _make_decodable(trajectories, read_tokenizer(path.parent))
-    return trajectories
+    return _decode_trajectories(_read(path), path, read_tokenizer(path.parent))
 
 
 def read_tokenizer(directory: Path) -> BatchTokenizer | None:
@@ -279,6 +261,13 @@ def _load_tensors(content: bytes, path: Path, meta: _Meta) -> TensorDict:
         return TensorDict(entries, batch_size=[meta.rows])
     except (safetensors.SafetensorError, KeyError, RuntimeError) as error:
         raise RolloutError(f"{path} cannot be read as tensors: {error}") from error
+
+
+def _decode_trajectories(
+    content: bytes, path: Path, tokenizer: BatchTokenizer | None
+) -> list[Trajectory]:
+    decode = None if tokenizer is None else tokenizer.decode
+    return _decode_lines(content, path, partial(trajectory_from_line, decode=decode))
 
 
 def _decode_lines(content: bytes, path: Path, read: Callable[[bytes], T]) -> list[T]:

@@ -49,11 +49,6 @@ class NotPlainError(Exception):
     def __str__(self) -> str:
         return f"{self.path} {self.what}"
 
-    def within(self, key: object) -> NotPlainError:
-        """It stands there in what holds it."""
-        self.path = f"[{key!r}]{self.path}"
-        return self
-
 
 def exact_text(value: Any) -> str:
     """A text of a type of its own, such as `numpy.str_`, as the text that it is; for encoders.
@@ -70,13 +65,24 @@ def exact_text(value: Any) -> str:
 encoder = msgspec.msgpack.Encoder(enc_hook=exact_text)
 
 
-def to_plain(value: Any, where: str, simplify: Callable[[Any], Any] | None = None) -> Any:
+def pack_array(value: Any) -> Any:
+    """An array of numbers so that `from_plain` gives it back; a scalar of NumPy's as its number."""
+    if type(value) is np.ndarray and value.dtype.kind in _NUMBERS:
+        array = np.ascontiguousarray(value)
+        content = [array.dtype.str, list(value.shape), array.tobytes()]
+        return msgspec.msgpack.Ext(_ARRAY, encoder.encode(content))
+    if isinstance(value, np.generic) and type(value.item()) in (bool, int, float):
+        return value.item()
+    return value
+
+
+def to_plain(value: Any, where: str, simplify: Callable[[Any], Any] = pack_array) -> Any:
     """`value` in terms of which msgpack gives an equal one back; see `from_plain`.
 
     Args:
         where: What it is called in errors.
-        simplify: Replaces values that msgpack has no type for; None: they are refused, but for
-            arrays, which come back, and NumPy's scalars, which come back as numbers.
+        simplify: Makes plain data of values that msgpack has no type for; those that it returns
+            as they are, are refused.
 
     Raises:
         NotPlainError: It holds what is no plain data.
@@ -139,7 +145,7 @@ def show_value(value: Any, kind: Callable[[Any], T] = repr) -> T | str:  # type:
         return f"{what}{type(failure).__qualname__}>"
 
 
-def _plain(value: Any, depth: int, simplify: Callable[[Any], Any] | None) -> Any:
+def _plain(value: Any, depth: int, simplify: Callable[[Any], Any]) -> Any:
     """`value`, which stands in `depth` others, as plain data."""
     kind = type(value)
     if value is None or kind in _SIMPLE or (kind is str and is_encodable(value)):
@@ -150,25 +156,19 @@ def _plain(value: Any, depth: int, simplify: Callable[[Any], Any] | None) -> Any
         return value
     if kind in (dict, list, tuple):  # one of another type would not come back as such
         return _plain_items(value, depth + 1, simplify)
-    if simplify is not None:
-        made = simplify(value)
-        if made is not value:
-            return _plain(made, depth + 1, simplify)
-        if isinstance(value, datetime) and value.tzinfo is not None:  # msgpack has those
-            return value
-    elif kind is np.ndarray and value.dtype.kind in _NUMBERS:
-        array = np.ascontiguousarray(value)
-        content = [array.dtype.str, list(value.shape), array.tobytes()]
-        return msgspec.msgpack.Ext(_ARRAY, encoder.encode(content))
-    elif isinstance(value, np.generic) and type(value.item()) in (bool, int, float):
-        return _plain(value.item(), depth, None)
+    if kind is datetime and value.tzinfo is not None:  # msgpack has those
+        return value
+    made = simplify(value)
+    if made is not value:
+        is_packed = type(made) is msgspec.msgpack.Ext
+        return made if is_packed else _plain(made, depth + 1, simplify)
     if kind is str:
         raise NotPlainError(f"is a str that UTF-8 cannot hold: {value!r:.80}")
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
     raise NotPlainError(f"is a {name}; {EXPECTED}")
 
 
-def _plain_items(value: Any, depth: int, simplify: Callable[[Any], Any] | None) -> Any:
+def _plain_items(value: Any, depth: int, simplify: Callable[[Any], Any]) -> Any:
     """A dict or a list of plain data."""
     if depth > MAX_DEPTH:  # as the interpreter a little later: the path would fill a page
         raise RecursionError
@@ -178,18 +178,14 @@ def _plain_items(value: Any, depth: int, simplify: Callable[[Any], Any] | None) 
             item = _plain(each, depth, simplify)
             items.append((_plain_key(key, simplify), item) if is_dict else item)
         except NotPlainError as error:
-            raise error.within(key) from None
+            error.path = f"[{key!r}]{error.path}"
+            raise
     return dict(items) if is_dict else items
 
 
-def _plain_key(key: Any, simplify: Callable[[Any], Any] | None) -> Any:
-    if type(key) in (str, int, bool):
+def _plain_key(key: Any, simplify: Callable[[Any], Any]) -> Any:
+    if type(key) is tuple:  # msgpack has arrays as keys
+        return tuple(_plain_key(each, simplify) for each in key)
+    if key is None or isinstance(key, str | int | float | bytes):
         return _plain(key, 0, simplify)
-    if simplify is not None:
-        if key is None or type(key) in _SIMPLE:
-            return key
-        if type(key) is tuple:  # msgpack has arrays as keys
-            return tuple(_plain_key(each, simplify) for each in key)
-        if isinstance(key, str | int):
-            return simplify(key)
     raise NotPlainError(f"has a key that is a {type(key).__qualname__}; expected a str")

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from rollout.chat.group import Group
+from rollout.chat.trajectory import Group
 from rollout.types import Reward
 
 if TYPE_CHECKING:
@@ -109,22 +108,22 @@ def check_reward_value(value: Any, trajectory: Trajectory, who: str = REWARD) ->
             the trajectory does not have.
     """
     reward = as_reward(value, who)
-    of_tokens = _pack_by_segment("token_values", reward.token_values, trajectory, who)
-    of_turns = _pack_by_segment("turn_values", reward.turn_values, trajectory, who)
-    if both := of_tokens.keys() & of_turns.keys():
-        found = f"token_values and turn_values of the segment {min(both)}"
-        raise _describe(who, found, "either of them", "turn_values")
-    return Reward(
-        value=reward.value,
-        extra=reward.extra,
-        token_values=of_tokens | of_turns,
-        segment_values={
-            _check_index(at, trajectory, "segment_values", who): finite_number(
-                each, f"{who}, for the segment {at},", field="segment_values"
-            )
-            for at, each in reward.segment_values.items()
-        },
-    )
+    packed: dict[int, array[float]] = {}
+    for field in ("token_values", "turn_values"):
+        values = getattr(reward, field)
+        if values is not None and not isinstance(values, Mapping):
+            values = {trajectory.main_index: values}
+        for at, each in (values or {}).items():
+            index = _check_index(at, trajectory, field, who)
+            if index in packed:
+                found = f"token_values and turn_values of the segment {index}"
+                raise _describe(who, found, "either of them", field)
+            packed[index] = _pack(field, each, trajectory.segments[index].transcript, who)
+    own = dict[int, float]()
+    for at, each in reward.segment_values.items():
+        index = _check_index(at, trajectory, "segment_values", who)
+        own[index] = finite_number(each, f"{who}, for the segment {at},", field="segment_values")
+    return Reward(reward.value, extra=reward.extra, token_values=packed, segment_values=own)
 
 
 def check_rewards(value: Any, subject: Trajectory | Group) -> list[Reward | None]:
@@ -165,20 +164,6 @@ def apply_reward(trajectory: Trajectory, reward: Reward) -> None:
         trajectory.segments[at].token_rewards = array("f", values)
 
 
-def _pack_by_segment(
-    what: str, values: Any, trajectory: Trajectory, who: str
-) -> dict[int, array[float]]:
-    """The rewards of tokens, packed, by segment."""
-    if values is None:
-        return {}
-    by_segment = values if isinstance(values, Mapping) else {trajectory.main_index: values}
-    packed = {}
-    for at, each in by_segment.items():
-        index = _check_index(at, trajectory, what, who)
-        packed[index] = _pack(what, each, trajectory.segments[index].transcript, who)
-    return packed
-
-
 def _check_index(at: Any, trajectory: Trajectory, what: str, who: str) -> int:
     count = len(trajectory.segments)
     if not isinstance(at, int | np.integer) or isinstance(at, bool) or not 0 <= at < count:
@@ -190,24 +175,12 @@ def _check_index(at: Any, trajectory: Trajectory, what: str, who: str) -> int:
     return int(at)
 
 
-def _pack(what: str, values: Any, transcript: Transcript, who: str) -> array[float]:
-    if what == "token_values":
-        names = ("token", "tokens after the prompt")
-        numbers = _check_numbers(what, values, transcript.response_length, names, who)
-        return array("f", numbers.tobytes())
+def _pack(field: str, values: Any, transcript: Transcript, who: str) -> array[float]:
+    """The rewards of a segment's tokens after its prompt, given for each of them or each turn."""
     spans = list(transcript.generated_spans())
-    numbers = _check_numbers(what, values, len(spans), ("turn", "turns"), who)
-    spread = np.zeros(transcript.response_length, dtype=np.float32)
-    for span, number in zip(spans, numbers, strict=True):
-        if len(span):
-            spread[span.stop - 1 - transcript.prompt_length] = number
-    return array("f", spread.tobytes())
-
-
-def _check_numbers(
-    what: str, values: Any, count: int, names: tuple[str, str], who: str
-) -> npt.NDArray[np.float32]:
-    one, all_of_them = names
+    count, one, each_of = len(spans), "turn", "turns"
+    if field == "token_values":
+        count, one, each_of = transcript.response_length, "token", "tokens after the prompt"
     if hasattr(values, "detach"):  # NumPy does not read every tensor
         values = values.tolist()
     elif isinstance(values, list | tuple):
@@ -215,12 +188,19 @@ def _check_numbers(
     try:
         numbers = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise BadRewardError(f"{who} returned {what} that are no numbers ({error})", what) from None
+        raise BadRewardError(
+            f"{who} returned {field} that are no numbers ({error})", field
+        ) from None
     if numbers.shape != (count,):
-        expected = f"one for each of the {count} {all_of_them}"
-        raise _describe(who, f"{what} of shape {numbers.shape}", expected, what)
+        expected = f"one for each of the {count} {each_of}"
+        raise _describe(who, f"{field} of shape {numbers.shape}", expected, field)
     wrong = np.flatnonzero(~(np.abs(numbers) <= MAX_REWARD))
     if len(wrong):
         found = f"{numbers[wrong[0]]} for {one} {wrong[0]}"
-        raise _describe(who, found, "a finite number that float32 can hold", what)
-    return numbers.astype(np.float32)
+        raise _describe(who, found, "a finite number that float32 can hold", field)
+    if field == "turn_values":
+        turns, numbers = numbers, np.zeros(transcript.response_length)
+        for span, number in zip(spans, turns, strict=True):
+            if len(span):
+                numbers[span.stop - 1 - transcript.prompt_length] = number
+    return array("f", numbers.astype(np.float32).tobytes())

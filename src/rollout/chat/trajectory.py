@@ -1,8 +1,8 @@
-"""One finished run of an agent, with its tokens: a tree of segments."""
+"""One finished run of an agent, a tree of segments; and the group of those of one prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -59,7 +59,25 @@ class Segment(msgspec.Struct, kw_only=True):
     messages: Sequence[Message] = ()
 
 
-class Trajectory(msgspec.Struct, kw_only=True, weakref=True):
+class TrajectoryFacts(msgspec.Struct, kw_only=True):
+    """What a `Trajectory`, its record and its rows in a batch have in the same form."""
+
+    uid: str
+    group: int
+    member: int
+    num_turns: int = 1
+    outcome: Outcome
+    reason: str = ""
+    limit_source: str | None = None
+    trainable: bool = True
+    reward: float | None = None
+    turn_scores: list[float] = []
+    tool_rewards: list[float] = []
+    metrics: dict[str, float | int] = {}  # whole numbers take less memory
+    extra: dict[str, Any] = {}
+
+
+class Trajectory(TrajectoryFacts, kw_only=True, weakref=True):
     """One finished run of an agent: its tokens, its outcome and its reward.
 
     ``print(trajectory)`` shows its transcripts, which tokens are trained and which the model only
@@ -90,23 +108,10 @@ class Trajectory(msgspec.Struct, kw_only=True, weakref=True):
         messages: The whole conversation as the agent and its tools saw it; decoded as it is read.
     """
 
-    uid: str
-    group: int
-    member: int
-    outcome: Outcome
     transcript: Transcript = None  # type: ignore[assignment]  # that of the segments
-    reason: str = ""
-    limit_source: str | None = None
     cause: Cause | None = None
-    trainable: bool = True
-    reward: float | None = None
-    turn_scores: list[float] = msgspec.field(default_factory=list)
-    tool_rewards: list[float] = msgspec.field(default_factory=list)
-    num_turns: int = 1
-    metrics: dict[str, float] = msgspec.field(default_factory=dict)
-    extra: dict[str, Any] = msgspec.field(default_factory=dict)
     prompt: Prompt = None  # type: ignore[assignment]  # of records without one
-    messages: Sequence[Message] = msgspec.field(default_factory=list)
+    messages: Sequence[Message] = []
     history: str = "append_only"
     segments: list[Segment] = []
 
@@ -177,3 +182,35 @@ class Trajectory(msgspec.Struct, kw_only=True, weakref=True):
                     f"segments[{at}].parent = ({index}, {position}): expected the index of a "
                     "segment before it, and a position in that one's tokens"
                 )
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """The members of one prompt that were wanted, in member order.
+
+    Attributes:
+        uid: The prompt's.
+        prompt: What they started from.
+        trajectories: One for each member, whatever its outcome.
+    """
+
+    uid: str
+    prompt: Prompt
+    trajectories: Sequence[Trajectory]
+
+    @property
+    def min_version(self) -> int | None:
+        """The oldest of the weights that sampled any of their tokens; None where none was."""
+        return min(self._list_versions(), default=None)
+
+    @property
+    def max_version(self) -> int | None:
+        """The newest of them."""
+        return max(self._list_versions(), default=None)
+
+    def _list_versions(self) -> Iterator[int]:
+        return (
+            version
+            for trajectory in self.trajectories
+            for transcript in trajectory.transcripts
+            for version in transcript.versions
+        )

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import numpy as np
 
+from rollout.chat.messages import Messages
 from rollout.chat.plain_data import simplify, to_plain
-from rollout.chat.trajectory import Parent, Segment, Trajectory
+from rollout.chat.trajectory import Parent, Segment, Trajectory, TrajectoryFacts
 from rollout.chat.transcript import Span, Transcript
 from rollout.media.records import (
     KnownContents,
@@ -23,7 +25,7 @@ from rollout.media.records import (
     record_prompt_messages,
 )
 from rollout.medium import Media, PlacedMedia
-from rollout.types import Cause, Message, Outcome, Prompt, ToolCall, make_encodable
+from rollout.types import Cause, Message, Prompt, ToolCall, make_encodable
 from rollout.utf8 import encodable, is_encodable
 
 #: Makes plain data of a value of a user's; the text says where it stands, for errors.
@@ -37,7 +39,6 @@ class SegmentRecord(msgspec.Struct, Generic[S, M], kw_only=True, omit_defaults=T
     """A segment; without spans it has the trajectory's own, and without messages too.
 
     Attributes:
-        token_rewards: Packed float32.
         media: Without contents.
         experts: (layers, top_k), and int16 of the first tokens.
     """
@@ -46,30 +47,13 @@ class SegmentRecord(msgspec.Struct, Generic[S, M], kw_only=True, omit_defaults=T
     parent: Parent | None = None
     trainable: bool | None = None
     reward: float | None = None
-    token_rewards: Any = None
+    token_rewards: list[float] | None = None
     session_id: str = ""
     seeds: list[int] = []
     spans: list[S] | None = None
     media: tuple[PlacedMedia, ...] = ()
     experts: tuple[int, int, bytes] | None = None
     messages: M | None = None
-
-
-class TrajectoryFacts(msgspec.Struct, kw_only=True):
-    """What a `Trajectory`, its record and its rows in a batch have in the same form."""
-
-    uid: str
-    group: int
-    member: int
-    num_turns: int
-    outcome: Outcome
-    reason: str
-    limit_source: str | None
-    trainable: bool
-    reward: float | None
-    turn_scores: list[float]
-    tool_rewards: list[float]
-    metrics: dict[str, float | int]
 
 
 class TrajectoryRecord(TrajectoryFacts, Generic[S, M], kw_only=True):
@@ -79,7 +63,7 @@ class TrajectoryRecord(TrajectoryFacts, Generic[S, M], kw_only=True):
         prompt: Its fields; None where it is written elsewhere.
     """
 
-    extra: dict[Any, Any]
+    extra: dict[Any, Any]  # journals hold keys of other types too
     cause: Cause | None
     prompt: dict[str, Any] | None = None
     messages: M
@@ -114,23 +98,23 @@ def pack_trajectory(
     Raises:
         NotPlainError: As `write` does.
     """
-    segments = []
-    for each in trajectory.segments:
-        rewards, own = each.token_rewards, each.transcript
-        is_shared = each.messages is trajectory.messages
-        segments.append(
-            SegmentRecord(
-                **{name: getattr(each, name) for name in SEGMENT_FACTS},
-                reward=write(each.reward, "segments.reward"),
-                token_rewards=None if rewards is None else array("f", rewards).tobytes(),
-                spans=None if own is trajectory.transcript else list(own.spans),
-                media=tuple(
-                    PlacedMedia(drop_content(m.medium), m.start, m.count) for m in own.media
-                ),
-                experts=own.packed_experts,
-                messages=None if is_shared else pack_messages(each.messages),
-            )
+
+    def pack_segment(segment: Segment) -> SegmentRecord[Span, Any]:
+        rewards, own = segment.token_rewards, segment.transcript
+        is_shared = segment.messages is trajectory.messages
+        experts: Any = own.routed_experts()
+        if experts is not None:
+            experts = (*experts.shape[1:], experts[: own.routed_length].tobytes())
+        return SegmentRecord(
+            **{name: getattr(segment, name) for name in SEGMENT_FACTS},
+            reward=write(segment.reward, "segments.reward"),
+            token_rewards=None if rewards is None else array("f", rewards).tolist(),
+            spans=None if own is trajectory.transcript else list(own.spans),
+            media=tuple(PlacedMedia(drop_content(m.medium), m.start, m.count) for m in own.media),
+            experts=experts,
+            messages=None if is_shared else pack_messages(segment.messages),
         )
+
     cause = trajectory.cause
     return TrajectoryRecord(
         **{name: getattr(trajectory, name) for name in _SAME},
@@ -139,7 +123,7 @@ def pack_trajectory(
         messages=pack_messages(trajectory.messages),
         spans=list(trajectory.transcript.spans),
         history=trajectory.history,
-        segments=segments,
+        segments=list(map(pack_segment, trajectory.segments)),
     )
 
 
@@ -154,22 +138,26 @@ def unpack_trajectory(
         prompt: What it started from.
         unpack_messages: Undoes `pack_messages`.
     """
-    conversation, segments = unpack_messages(record.messages), []
-    for each in record.segments:
-        spans = record.spans if each.spans is None else each.spans
-        rewards, own = each.token_rewards, each.messages
-        segments.append(
-            Segment(
-                **{name: getattr(each, name) for name in (*SEGMENT_FACTS, "reward")},
-                transcript=Transcript.from_spans(spans, media=each.media, experts=each.experts),
-                token_rewards=None if rewards is None else array("f", rewards),
-                messages=conversation if own is None else unpack_messages(own),
-            )
+    conversation = unpack_messages(record.messages)
+
+    def unpack_segment(packed: SegmentRecord[Span, Any]) -> Segment:
+        rewards, own = packed.token_rewards, packed.messages
+        spans = record.spans if packed.spans is None else packed.spans
+        transcript = Transcript.from_spans(spans, media=packed.media)
+        if packed.experts is not None:
+            *shape, experts = packed.experts
+            transcript.append_routed_experts(np.frombuffer(experts, np.int16).reshape(-1, *shape))
+        return Segment(
+            **{name: getattr(packed, name) for name in (*SEGMENT_FACTS, "reward")},
+            transcript=transcript,
+            token_rewards=None if rewards is None else array("f", rewards),
+            messages=conversation if own is None else unpack_messages(own),
         )
+
     return Trajectory(
         **{name: getattr(record, name) for name in (*_SAME, *_VALUES, "cause", "history")},
         prompt=prompt,  # type: ignore[arg-type]
-        segments=segments,
+        segments=list(map(unpack_segment, record.segments)),
         messages=conversation,
     )
 
@@ -215,7 +203,6 @@ def pack_complete(trajectory: Trajectory, where: str) -> CompleteTrajectory:
     """
 
     def write(value: Any, place: str) -> Any:
-        value = dict(value) if isinstance(value, Mapping) else value
         return to_plain(value, f"{where}.{place}", simplify)
 
     def pack(message: Message) -> list[Any]:
@@ -271,13 +258,18 @@ def restore_media(trajectory: Trajectory, contents: KnownContents) -> None:
     Raises:
         RolloutError: One lacks, or is another one.
     """
+
+    def restore(messages: Sequence[Message]) -> Sequence[Message]:
+        restored = contents.restore_messages(messages)
+        if restored is messages or not isinstance(messages, Messages):
+            return restored
+        return Messages(list(restored), messages.decode)
+
     before = trajectory.messages
-    trajectory.messages = contents.restore_messages(before)
+    trajectory.messages = restore(before)
     for segment in trajectory.segments:
         is_shared = segment.messages is before
-        segment.messages = (
-            trajectory.messages if is_shared else contents.restore_messages(segment.messages)
-        )
+        segment.messages = trajectory.messages if is_shared else restore(segment.messages)
         segment.transcript.media = tuple(
             PlacedMedia(contents.restore(each.medium), each.start, each.count)
             for each in segment.transcript.media

@@ -14,10 +14,8 @@ Invariants, by construction:
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import Any, Literal
 
 import msgspec
@@ -79,31 +77,22 @@ class Transcript(msgspec.Struct, eq=False, gc=False):
 
     Attributes:
         prefix: Every id in order, in the form that requests have.
-        expert_shape: (layers, top_k) of the routed experts; None where none are known.
         media: Its images and videos with their places, in order.
     """
 
     prefix: TokenPrefix = msgspec.field(default_factory=TokenPrefix)
-    _spans: list[Span] = []
-    _experts: bytearray = msgspec.field(default_factory=bytearray)  # int16 of the first tokens
-    expert_shape: tuple[int, int] | None = None
     media: tuple[PlacedMedia, ...] = ()
+    _spans: list[Span] = []
+    _experts: list[npt.NDArray[np.int16]] = []  # of the first tokens, as they came
 
     @classmethod
     def from_spans(
-        cls,
-        spans: Sequence[Span],
-        *,
-        media: tuple[PlacedMedia, ...] = (),
-        experts: tuple[int, int, bytes] | None = None,
+        cls, spans: Sequence[Span], *, media: tuple[PlacedMedia, ...] = ()
     ) -> Transcript:
-        """The transcript that has these `spans`, `media` and `packed_experts`."""
+        """The transcript that has these `spans` and `media`, which were another one's."""
         transcript = cls(media=media)
         for span in spans:
             transcript._append(span)
-        if experts is not None:
-            transcript.expert_shape = experts[:2]
-            transcript._experts += experts[2]
         return transcript
 
     def __len__(self) -> int:
@@ -144,11 +133,6 @@ class Transcript(msgspec.Struct, eq=False, gc=False):
         return length
 
     @property
-    def ends_with_observation(self) -> bool:
-        """Whether no token was generated after the last observation."""
-        return self.trailing_observation_length > 0
-
-    @property
     def turns(self) -> int:
         """How many generated spans there are."""
         return sum(1 for _ in self.generated_spans())
@@ -161,17 +145,6 @@ class Transcript(msgspec.Struct, eq=False, gc=False):
     def generated_spans(self) -> Iterator[Span]:
         """The spans that engines returned, in order."""
         return (span for span in self._spans if span.kind == "generated")
-
-    def runs(self) -> Iterator[tuple[int, int | None]]:
-        """What follows the prompt, in pieces: so many ids, and which weights sampled them.
-
-        None stands for ids that no engine sampled.
-        """
-        for span in self._spans[1:]:
-            if span.kind == "observation":
-                yield len(span), None
-            for version, count in span.versions:
-                yield count, version
 
     def append_prompt(self, ids: Ids, *, media: Sequence[PlacedMedia] = ()) -> None:
         """Append the prompt; a ValueError unless the transcript is empty and `ids` is not.
@@ -243,11 +216,9 @@ class Transcript(msgspec.Struct, eq=False, gc=False):
         """
         if not 1 <= position <= len(self):
             raise ValueError(f"fork: position = {position}: expected 1 to {len(self)}")
-        prompt = min(position, self.prompt_length)
         forked = Transcript()
-        forked.append_prompt(self.prefix.packed(0, prompt))
-        forked.append_observation(self.prefix.packed(prompt, position))
-        forked.media = tuple(each for each in self.media if each.start + each.count <= position)
+        media = [each for each in self.media if each.start + each.count <= position]
+        append_split(forked, self.prefix.slice(0, position), media, self.prompt_length)
         experts = self.routed_experts()
         if experts is not None:
             forked.append_routed_experts(experts[: min(position, self.routed_length)])
@@ -279,17 +250,14 @@ class Transcript(msgspec.Struct, eq=False, gc=False):
             values[span.start : span.stop] = np.frombuffer(span.log_probs, dtype=np.float32)
         return values
 
-    def log_probs_bytes(self) -> bytes:
-        """Those of the generated ids, in order, as packed float32."""
-        return b"".join(span.log_probs for span in self._spans)
-
     def weight_versions(self) -> npt.NDArray[np.int32]:
         """(T,) int32: the version that sampled each generated id; -1 off the mask."""
         values = np.full(len(self), NO_VERSION, dtype=np.int32)
         for span in self.generated_spans():
-            ends = accumulate((count for _, count in span.versions), initial=span.start)
-            for start, (version, count) in zip(ends, span.versions, strict=False):
+            start = span.start
+            for version, count in span.versions:
                 values[start : start + count] = version
+                start += count
         return values
 
     def top_ids(self) -> npt.NDArray[np.int32]:
@@ -298,35 +266,30 @@ class Transcript(msgspec.Struct, eq=False, gc=False):
         K is the largest `sampling.top_log_probs` of its requests, 0 of none. -1 off the
         mask, and where a request wanted fewer.
         """
-        return self._fill_top(0, np.full((len(self), self._top_width), NO_ID, dtype=np.int32))
+        return self._fill_top(0, NO_ID, np.int32)
 
     def top_log_probs(self) -> npt.NDArray[np.float32]:
         """(T, K) float32: one for each of `top_ids`; 0.0 where those are -1."""
-        return self._fill_top(1, np.zeros((len(self), self._top_width), dtype=np.float32))
+        return self._fill_top(1, 0.0, np.float32)
+
+    def _fill_top(self, part: int, filler: float, dtype: type[Any]) -> npt.NDArray[Any]:
+        known = [(span, *span.top) for span in self._spans if span.top is not None]
+        widest = max((width for _, width, *_ in known), default=0)
+        values = np.full((len(self), widest), filler, dtype=dtype)
+        for span, width, *packed in known:
+            own = np.frombuffer(packed[part], dtype=dtype)
+            values[span.start : span.stop, :width] = own.reshape(len(span), width)
+        return values
 
     @property
-    def _top_width(self) -> int:
-        return max((span.top[0] for span in self._spans if span.top is not None), default=0)
-
-    def _fill_top(self, part: int, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        for span in self._spans:
-            if span.top is not None:
-                width, *packed = span.top
-                own = np.frombuffer(packed[part], dtype=values.dtype)
-                values[span.start : span.stop, :width] = own.reshape(len(span), width)
-        return values
+    def expert_shape(self) -> tuple[int, int] | None:
+        """(layers, top_k) of the routed experts; None where none are known."""
+        return self._experts[0].shape[1:] if self._experts else None
 
     @property
     def routed_length(self) -> int:
         """Tokens at the beginning whose routed experts are known."""
-        if self.expert_shape is None:
-            return 0
-        return len(self._experts) // (2 * math.prod(self.expert_shape))
-
-    @property
-    def packed_experts(self) -> tuple[int, int, bytes] | None:
-        """(layers, top_k) and int16 of the first tokens; None where nobody knows them."""
-        return None if self.expert_shape is None else (*self.expert_shape, bytes(self._experts))
+        return sum(map(len, self._experts))
 
     def append_routed_experts(self, experts: npt.NDArray[np.int16]) -> None:
         """Say which experts further tokens were routed to, from `routed_length` on.
@@ -348,19 +311,17 @@ class Transcript(msgspec.Struct, eq=False, gc=False):
                 f"append_routed_experts: {count} tokens after {self.routed_length}; expected at "
                 f"most {len(self)} in all"
             )
-        self.expert_shape = (layers, top_k)
-        self._experts += np.ascontiguousarray(experts, dtype=np.int16).tobytes()
+        self._experts.append(np.array(experts, dtype=np.int16))
 
     def routed_experts(self) -> npt.NDArray[np.int16] | None:
         """(T, layers, top_k) int16: the experts that each token was routed to; -1 unknown.
 
         None where no engine reported any. Of the last token nothing has been computed yet.
         """
-        if self.expert_shape is None:
+        if not self._experts:
             return None
-        values = np.full((len(self), *self.expert_shape), NO_EXPERT, dtype=np.int16)
-        known = np.frombuffer(self._experts, dtype=np.int16)
-        values[: self.routed_length] = known.reshape(-1, *self.expert_shape)
+        values = np.full((len(self), *self._experts[0].shape[1:]), NO_EXPERT, dtype=np.int16)
+        np.concatenate(self._experts, out=values[: self.routed_length])
         return values
 
     def _require_prompt(self, what: str) -> None:
@@ -412,11 +373,7 @@ def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 def _pack(code: Literal["i", "f"], values: Ids | Floats) -> bytes:
     """Int32 or float32; a TypeError or OverflowError where a value is none."""
-    if isinstance(values, bytes):
-        return values
-    if isinstance(values, np.ndarray) and values.dtype != np.dtype(code):
-        values = values.tolist()
-    return values.tobytes() if isinstance(values, np.ndarray) else array(code, values).tobytes()
+    return values if isinstance(values, bytes) else array(code, values).tobytes()
 
 
 def _pack_top(top: tuple[npt.ArrayLike, npt.ArrayLike], length: int) -> tuple[int, bytes, bytes]:

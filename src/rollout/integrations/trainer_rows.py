@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable
 
     from rollout.batch import RolloutBatch
-    from rollout.batch.collate import Lengths
     from rollout.chat.trajectory import Segment, Trajectory
+    from rollout.config import LengthsConfig
 
 __all__ = ["RowPolicy", "TrainerRow", "TrainerRows", "trainer_rows"]
 
@@ -56,7 +56,7 @@ def trainer_rows(
     policy: RowPolicy | None = None,
     *,
     eos_token_id: int,
-    lengths: Lengths | None = None,
+    lengths: LengthsConfig | None = None,
     warned: set[str] | None = None,
 ) -> TrainerRows:
     """A batch as rows that any trainer can take.
@@ -96,7 +96,7 @@ class _RowMaker:
     """Makes rows by a policy, and counts what it decides."""
 
     def __init__(
-        self, policy: RowPolicy, eos: int, lengths: Lengths | None, counts: Counter[str]
+        self, policy: RowPolicy, eos: int, lengths: LengthsConfig | None, counts: Counter[str]
     ) -> None:
         self._policy = policy
         self._eos = eos

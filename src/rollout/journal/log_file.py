@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout.journal")
 
-FORMAT = 9
+FORMAT = 10
 #: What a journal begins with.
 MAGIC_PREFIX = b"rollout journal "
 MAGIC = MAGIC_PREFIX + b"%d\n" % FORMAT

@@ -33,8 +33,7 @@ import anyio.to_thread
 from anyio.from_thread import start_blocking_portal
 
 from rollout.bridge import loop_poster, wait_future
-from rollout.chat.group import Group
-from rollout.chat.trajectory import Trajectory
+from rollout.chat.trajectory import Group, Trajectory
 from rollout.engine.pool.pool import EnginePool
 from rollout.errors import ConfigError, RolloutError
 from rollout.function_refs import refuse_while_imported

@@ -46,8 +46,7 @@ if TYPE_CHECKING:
 
     from rollout.batch import RolloutBatch
     from rollout.chat import ChatTemplate
-    from rollout.chat.group import Group
-    from rollout.chat.trajectory import Trajectory
+    from rollout.chat.trajectory import Group, Trajectory
     from rollout.config import GroupPolicy
     from rollout.engine.pool.pool import EnginePool
     from rollout.engine.weights import UpdateMode, WeightSource

@@ -15,8 +15,7 @@ from rollout.scheduling.calls import CLOSED_MEANWHILE
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Sequence
 
-    from rollout.chat.group import Group
-    from rollout.chat.trajectory import Trajectory
+    from rollout.chat.trajectory import Group, Trajectory
     from rollout.engine.pool.pool import EnginePool
 
 

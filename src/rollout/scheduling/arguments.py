@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from rollout.agents.agent_loop import get_agent
-from rollout.chat.group import Group
+from rollout.chat.trajectory import Group
 from rollout.config import GroupPolicy
 from rollout.errors import AgentError, ConfigError, PromptError
 from rollout.limits import AGENT_TIMEOUT_S

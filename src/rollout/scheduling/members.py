@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import anyio
 import attrs
 
-from rollout.chat.group import Group
-from rollout.chat.trajectory import Trajectory
+from rollout.chat.trajectory import Group, Trajectory
 from rollout.limits import Clock, Deadline
 from rollout.seeds import Identity
 from rollout.types import Outcome, Prompt

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rollout.chat.group import Group
+from rollout.chat.trajectory import Group
 from rollout.config.group_policy import can_judge
 from rollout.errors import ConfigError, PromptError
 from rollout.limits import CARRY_S

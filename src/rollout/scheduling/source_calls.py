@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import msgspec
 
-from rollout.chat.group import Group
+from rollout.chat.trajectory import Group
 from rollout.errors import PromptError, SourceEnded
 from rollout.limits import NEVER, Deadline
 from rollout.scheduling.arguments import check_group_call, check_source
@@ -182,7 +182,7 @@ class SourceCall(Call):
 
     async def _settle_group(self, group: MemberGroup, wanted: Mapping[Member, Trajectory]) -> None:
         """Have `accept` judge a group; where it raises, which ends the call, the group is left."""
-        result = Group.of(group.uid, group.prompt, list(wanted.values()))
+        result = Group(uid=group.uid, prompt=group.prompt, trajectories=tuple(wanted.values()))
         were_taken = bool(wanted) and all(member.was_taken for member in wanted)
         if self.groups.has_refused_too_many and not were_taken:  # by groups of the same moment
             return

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from rollout.batch.collate import Lengths
+    from rollout.config import LengthsConfig
     from rollout.integrations.trainer_rows import TrainerRow
 
 #: What verl expects of every row, in its own words, where a row has none.
@@ -34,7 +34,7 @@ def data_proto(
     rows: Sequence[TrainerRow],
     outputs: Sequence[Any],
     *,
-    lengths: Lengths,
+    lengths: LengthsConfig,
     has_scores: bool,
     metrics: Mapping[str, float],
 ) -> Any:
@@ -69,7 +69,9 @@ def data_proto(
     return made
 
 
-def _tensors(rows: Sequence[TrainerRow], lengths: Lengths, pad: int) -> dict[str, torch.Tensor]:
+def _tensors(
+    rows: Sequence[TrainerRow], lengths: LengthsConfig, pad: int
+) -> dict[str, torch.Tensor]:
     """Prompts on the right of their (B, P), responses on the left of their (B, R)."""
     count, prompt, response = len(rows), lengths.prompt, lengths.response
     ids = np.full((count, prompt + response), pad, dtype=np.int64)
@@ -150,7 +152,7 @@ class _Extras:
     here all rows have them where one has, zeros in place of what is not known.
     """
 
-    def __init__(self, outputs: Sequence[Any], lengths: Lengths, pad: int) -> None:
+    def __init__(self, outputs: Sequence[Any], lengths: LengthsConfig, pad: int) -> None:
         self._outputs, self._lengths, self._pad = outputs, lengths, pad
         self._log_probs = any(each.response_logprobs is not None for each in outputs)
         self._experts = _shape(each.routed_experts for each in outputs)

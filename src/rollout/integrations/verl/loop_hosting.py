@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from rollout.agents import AgentContext
     from rollout.agents.turn import SampledTokens
-    from rollout.batch.collate import Lengths
+    from rollout.config import LengthsConfig
     from rollout.integrations.verl.sessions import Sessions
 
 #: Keys of verl's sampling parameters, by the keys of `sampling` that say the same.
@@ -236,7 +236,7 @@ async def run_loop(
     run: Callable[[HostedClient], Awaitable[Any]],
     *,
     name: str,
-    lengths: Lengths,
+    lengths: LengthsConfig,
 ) -> Any:
     """What a loop of verl's returns.
 
@@ -257,7 +257,7 @@ async def run_loop(
     return output
 
 
-def _check(name: str, output: Any, lengths: Lengths) -> None:
+def _check(name: str, output: Any, lengths: LengthsConfig) -> None:
     from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
     where = f"agent loop {name!r}"

@@ -20,8 +20,7 @@ from rollout.user_files import named_object
 from rollout.worker_threads import is_async
 
 if TYPE_CHECKING:
-    from rollout.chat.group import Group
-    from rollout.chat.trajectory import Trajectory
+    from rollout.chat.trajectory import Group, Trajectory
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.worker_threads import WorkerThreads
 

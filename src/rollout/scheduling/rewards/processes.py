@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.chat.group import Group
 from rollout.chat.plain_data import NotPlainError, encoder, simplify, to_plain
 from rollout.chat.reward_values import BadRewardError, check_rewards
+from rollout.chat.trajectory import Group
 from rollout.chat.trajectory_codec import CompleteTrajectory, pack_complete, unpack_complete
 from rollout.child_processes import (
     ChildDiedError,
@@ -160,7 +160,7 @@ def answer(function: Any, body: bytes) -> bytes:
     members = list(map(unpack_complete, request.subjects))
     subject: Trajectory | Group = members[0]
     if request.is_group:
-        subject = Group.of(members[0].uid, members[0].prompt, members)
+        subject = Group(uid=members[0].uid, prompt=members[0].prompt, trajectories=tuple(members))
     if request.keywords is None:
         value = resolve_outcome(function(subject))
     else:

@@ -13,13 +13,13 @@ import msgspec
 
 from rollout.agents.services import Services
 from rollout.agents.trajectory_state import UNRESPONSIVE
-from rollout.chat.group import Group
 from rollout.chat.reward_values import (
     GROUP_REWARD,
     REWARD,
     apply_reward,
     check_rewards,
 )
+from rollout.chat.trajectory import Group
 from rollout.child_processes import ChildRaisedError
 from rollout.containment import Contained, UnresponsiveError
 from rollout.limits import Deadline
@@ -247,8 +247,10 @@ class RewardCall:
             )
             for trajectory in self._ended.values()
         ]
+        if not self.is_group:
+            return copies[0]
         first = next(iter(self._ended))
-        return Group.of(first.identity.uid, first.prompt, copies) if self.is_group else copies[0]
+        return Group(uid=first.identity.uid, prompt=first.prompt, trajectories=tuple(copies))
 
     def _begin(self) -> None:
         """The function is called: its time begins, or begins again."""
