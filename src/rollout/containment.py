@@ -204,8 +204,7 @@ class Contained(Generic[T]):
             else:  # it left scopes open, which would end more than its task
                 self.was_cancelled = self.error is not None and self.scope.cancel_called
                 self._report()
-                with suppress(UnresponsiveError):
-                    await self._park()
+                await self._park()
         else:
             self.was_cancelled = self.scope.cancelled_caught
             self.error = None  # it was this scope's cancellation
@@ -245,7 +244,6 @@ class Contained(Generic[T]):
     async def _park(self) -> None:
         with anyio.CancelScope(shield=True):
             await self._containment.closing.wait()
-        raise UnresponsiveError(f"{self.what} was stopped")
 
 
 class Containment:
