@@ -341,10 +341,8 @@ class WorkerThreads:
             raise
         try:
             return call.result()
-        except BaseException as error:
-            if isinstance(error, Exception):
-                raise
-            # On the loop it would be a Ctrl-C, a closed coroutine, or a cancellation.
+        except (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError) as error:
+            # On the loop here they would mean Ctrl-C, an end, or a cancellation.
             raise ToolError(f"{name}: raised {type(error).__name__} in its thread") from error
 
     def _refuse_beyond_cap(self, name: str) -> None:
