@@ -39,40 +39,32 @@ LAST_STEPS_S = 0.2
 
 
 class ThreadEntry:
-    """How event loops enter threads; `rollout.testing` puts another one in its place.
+    """How this process's event loops enter threads; `rollout.testing` changes it meanwhile.
 
     Attributes:
         is_open: Whether work of the library's own, its timers of real time included, leaves the
             event loop.
+        waiting: Is entered while a task waits for foreign code in a thread.
     """
 
-    is_open = True
-
-    def waiting(self) -> AbstractContextManager[None]:
-        """Entered while a task waits for foreign code in a thread."""
-        return nullcontext()
+    def __init__(self) -> None:
+        self.is_open = True
+        self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-_entry = ThreadEntry()
-
-
-def enter_threads_by(entry: ThreadEntry) -> ThreadEntry:
-    """Replace how this process enters threads; returns what did until now."""
-    global _entry
-    before, _entry = _entry, entry
-    return before
+thread_entry = ThreadEntry()
 
 
 def may_leave_loop() -> bool:
     """Whether work of the library's own leaves the event loop."""
-    return _entry.is_open
+    return thread_entry.is_open
 
 
 async def run_in_thread(
     function: Callable[..., T], *args: object, limiter: anyio.CapacityLimiter | None = None
 ) -> T:
     """``function(*args)``, work of the library's own that ends; cancellation waits for its end."""
-    if not _entry.is_open:
+    if not thread_entry.is_open:
         return function(*args)
     return await anyio.to_thread.run_sync(partial(function, *args), limiter=limiter)
 
@@ -187,16 +179,16 @@ class WorkerThreads:
         context.run(sniffio.current_async_library_cvar.set, None)  # no loop runs in the thread
         context.run(enter_containment, None)
         worker = self._idle.pop() if self._idle else _Worker()
+        result.set_running_or_notify_cancel()
 
         def job() -> None:
-            if result.set_running_or_notify_cancel():
-                context.run(settle, result, function, *args)
+            context.run(settle, result, function, *args)
             self._idle.append(worker)
             if self._is_closed:  # meanwhile, and nothing else will end this one
                 self.close()
 
         worker.jobs.put(job)
-        with _entry.waiting():
+        with thread_entry.waiting():
             return await self._wait_for(
                 result, name, patience_s, lambda: find_thread_frames(worker.thread)
             )
