@@ -179,7 +179,7 @@ class WorkerThreads:
         context.run(sniffio.current_async_library_cvar.set, None)  # no loop runs in the thread
         context.run(enter_containment, None)
         worker = self._idle.pop() if self._idle else _Worker()
-        result.set_running_or_notify_cancel()
+        result.set_running_or_notify_cancel()  # it begins, whatever becomes of the caller
 
         def job() -> None:
             context.run(settle, result, function, *args)
