@@ -57,7 +57,7 @@ from rollout.tools.builtin import calculate, format_number
 from rollout.types import Message, Prompt, ToolCall
 
 if TYPE_CHECKING:
-    from rollout.types import Trajectory
+    from rollout.chat.trajectory import Trajectory
 
 TRAJECTORIES = 64
 TURNS, TURN_TOKENS = 4, (16, 64)

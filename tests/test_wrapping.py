@@ -20,11 +20,12 @@ from rich.console import Console
 from forked import rollout_command
 from rollout.batch import collate
 from rollout.chat import Transcript
+from rollout.chat.trajectory import Trajectory
 from rollout.cli.check_template import check_template
 from rollout.cli.groups import group_table
 from rollout.cli.wrapping import wrapped
 from rollout.config import LengthsConfig
-from rollout.types import Outcome, Prompt, Trajectory
+from rollout.types import Outcome, Prompt
 
 pytestmark = pytest.mark.process
 

@@ -5,17 +5,8 @@ first use, so that ``import rollout`` stays cheap: engine processes, which may r
 with little installed, pay only for what they touch.
 """
 
-from __future__ import annotations
-
-from rollout.lazy import lazy_exports, read_stub
+from rollout.lazy import export_stub
 from rollout.version import VERSION
 
-_HOMES = read_stub(__file__)
-
 __version__ = VERSION
-__all__ = sorted(name for names in _HOMES.values() for name in names)  # noqa: PLE0605
-__getattr__ = lazy_exports(globals(), _HOMES)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+export_stub(globals())

@@ -20,7 +20,7 @@ import signal
 import struct
 import sys
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import msgspec
@@ -65,10 +65,6 @@ class _Reply(msgspec.Struct):
 
     body: bytes = b""
     failure: Cause | None = None
-
-
-_read_request = msgspec.msgpack.Decoder(_Request).decode
-_read_reply = msgspec.msgpack.Decoder(_Reply).decode
 
 
 class ChildDiedError(Exception):
@@ -130,13 +126,14 @@ class ChildProcess:
                 assert self._process.stdin is not None
                 await self._process.stdin.send(_LENGTH.pack(len(request)) + request)
                 (length,) = _LENGTH.unpack(await self._replies.receive_exactly(_LENGTH.size))
-                reply = _read_reply(await self._replies.receive_exactly(length))
+                data = await self._replies.receive_exactly(length)
         except (anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError):
             raise ChildDiedError(await self.kill()) from None
         except BaseException:
             await self.kill()
             raise
         self.is_new = self.is_new and function is None
+        reply = msgspec.msgpack.decode(data, type=_Reply)
         if reply.failure is not None:
             raise ChildRaisedError(reply.failure)
         return reply.body
@@ -256,8 +253,8 @@ def serve(answer: Callable[[Any, bytes], bytes], lifeline: int) -> None:
     os.dup2(2, 1)
     with open(requests, "rb") as source, open(replies, "wb") as sink:
         is_open = _end_with_driver(lifeline)
-        while is_open and (request := _receive(source)) is not None:
-            reply = _reply(answer, request)
+        while is_open and (header := source.read(_LENGTH.size)):
+            reply = _reply(answer, source.read(*_LENGTH.unpack(header)))
             if os.getpid() != process:  # a copy that the code has made, and that came back from it
                 os._exit(0)
             sink.write(_LENGTH.pack(len(reply)) + reply)
@@ -275,19 +272,9 @@ def _end_with_driver(lifeline: int) -> bool:
     return not select.select([lifeline], [], [], 0)[0]
 
 
-def _receive(source: BinaryIO) -> bytes | None:
-    """The next request; None where the driver has closed the pipe."""
-    header = source.read(_LENGTH.size)
-    if len(header) < _LENGTH.size:
-        return None
-    (length,) = _LENGTH.unpack(header)
-    body = source.read(length)
-    return body if len(body) == length else None
-
-
 def _reply(answer: Callable[[Any, bytes], bytes], data: bytes) -> bytes:
     try:
-        request = _read_request(data)
+        request = msgspec.msgpack.decode(data, type=_Request)
         found = request.function and function_at(request.function)
         body = b"" if request.body is None else answer(found, request.body)
         if len(body) > MAX_ANSWER:

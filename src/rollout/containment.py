@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Generator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
@@ -20,11 +20,10 @@ import anyio.lowlevel
 
 from rollout.bridge import loop_clock
 from rollout.scopes import open_task_group
-from rollout.wait_places import describe_place
+from rollout.wait_places import describe_place, find_frames
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-    from types import FrameType
 
     from anyio.abc import TaskGroup, TaskStatus
 
@@ -76,18 +75,6 @@ class StoppableCoroutine(Generator[Any, Any, Any]):
         return self.coroutine.send(None)
 
 
-def await_frames(coroutine: Any) -> list[FrameType]:
-    """The frames of what waits for each other, from this coroutine in; also of a running one.
-
-    They end where an async generator is iterated: Python does not say what such a step waits for.
-    """
-    frames: list[FrameType | None] = []
-    while coroutine is not None:
-        frames.append(getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None))
-        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
-    return [frame for frame in frames if frame is not None]
-
-
 class Contained(Generic[T]):
     """One piece of foreign code, in a task of its own.
 
@@ -100,29 +87,25 @@ class Contained(Generic[T]):
         scope: Ends it at a deadline; before that, call `cancel`.
         value, error: What it returned, or raised.
         was_cancelled: Whether `cancel` or the deadline ended it.
-        unresponsive: Why nobody waits for it any more; None where it ended by itself.
-        stopped_within: The first code that it waited for and that was unresponsive.
-        around, inner: The code that waits for it; and what it waits for.
+        unresponsive: Set where it, or code that it waited for, was stopped.
+        inner: The contained code that it waits for.
         since: When it began, on the loop's clock.
         reported: Set when nobody waits for it any more; another one after `pause`.
-        find_frames_elsewhere: The frames of code in another thread that it waits for.
     """
 
     def __init__(self, containment: Containment, what: str, activity: object = None) -> None:
-        self.what, self.since, self.around = what, containment.clock(), _around.get()
+        self.what, self.since, self._around = what, containment.clock(), _around.get()
         self.scope, self.reported = anyio.CancelScope(), anyio.Event()
         self.value: T | None = None
         self.error: BaseException | None = None
         self.was_cancelled = False
         self.unresponsive: UnresponsiveError | None = None
-        self.stopped_within: UnresponsiveError | None = None
         self.inner: dict[Contained[Any], None] = {}
-        self.find_frames_elsewhere: Callable[[], list[FrameType]] = list
         self._containment, self._activity = containment, activity
         #: When it was cancelled; afresh where code that it waits for was stopped.
         self._cancelled_at = math.inf
         self._body: StoppableCoroutine | None = None  # while its task runs
-        #: Where it has paused: set when it goes on, with `_next`.
+        #: Where it has paused: set when it continues, with `_next`.
         self._continued: anyio.Event | None = None
         self._next: Callable[[], Awaitable[T]] | None = None
 
@@ -146,16 +129,13 @@ class Contained(Generic[T]):
 
     def place(self) -> str:
         """File and line where the code waits; empty once it has ended."""
-        if self._body is None:
-            return ""
-        frames = [*await_frames(self._body.coroutine), *self.find_frames_elsewhere()]
-        return describe_place(frames) if frames else ""
+        return "" if self._body is None else describe_place(find_frames(self._body.coroutine))
 
     async def run(self, function: Callable[[], Awaitable[T]]) -> T | None:
         """Run `function` to its end: `value` is what it returned, `error` what it raised.
 
         The value is returned too; neither is there where `cancel` or the deadline ended it. Code
-        that is paused goes on with it, in the task that it has.
+        that is paused continues with it, in the task that it has.
 
         Cancellation of the caller passes on to the code, and leaves once that has ended or was
         stopped.
@@ -164,21 +144,22 @@ class Contained(Generic[T]):
             UnresponsiveError: It did not end within `cleanup_s` of its cancellation.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
-        if self._continued is not None and self._body is None:
+        if self._continued is None:
+            self._body = StoppableCoroutine(self._call(function), self._park)
+            if self._around is not None:
+                self._around.inner[self] = None
+            self._containment.present[self] = None
+            self._containment.tasks.start_soon(self.serve, name=self.what)
+        elif self._body is None:
             return self.value  # the runtime closes, and has ended it already
-        if self._continued is not None:
+        else:
             self._next, self.reported = function, anyio.Event()
             self._continued.set()
-        else:
-            self._body = StoppableCoroutine(self._call(function), self._park)
-            if self.around is not None:
-                self.around.inner[self] = None
-            self._containment.start(self)
         reported = self.reported  # `pause` makes another one
         try:
             await reported.wait()
         except BaseException as error:
-            if not reported.is_set():  # else it has ended, or paused: it goes on uncancelled
+            if not reported.is_set():  # else it has ended, or paused: it continues uncancelled
                 self.cancel()
             if isinstance(error, GeneratorExit | _Stopped):
                 raise
@@ -198,7 +179,7 @@ class Contained(Generic[T]):
         """
         self.scope.deadline = math.inf
         self._report()
-        self.around, self._continued = None, anyio.Event()
+        self._around, self._continued = None, anyio.Event()
         with anyio.CancelScope(shield=True):
             await self._continued.wait()
         return self._next
@@ -218,14 +199,12 @@ class Contained(Generic[T]):
             with self.scope:
                 await self._body
         except BaseException as error:
-            if error is not self.error and isinstance(error, RuntimeError):
-                # It left scopes open, which would end more than its task.
+            if error is self.error or not isinstance(error, RuntimeError):
+                self.error = error
+            else:  # it left scopes open, which would end more than its task
                 self.was_cancelled = self.error is not None and self.scope.cancel_called
                 self._report()
-                with suppress(UnresponsiveError):
-                    await self._park()
-            else:
-                self.error = error
+                await self._park()
         else:
             self.was_cancelled = self.scope.cancelled_caught
             self.error = None  # it was this scope's cancellation
@@ -243,42 +222,28 @@ class Contained(Generic[T]):
 
     def stop(self, now: float) -> None:
         """Report the code as unresponsive, and never resume it."""
-        self.unresponsive = UnresponsiveError(
+        error = UnresponsiveError(
             f"{self.what} did not end within limits.cleanup_s = {self._containment.cleanup_s:g} s "
             f"of its cancellation and was given up; it waits at {self.place()}"
         )
         assert self._body is not None
         self._body.is_stopped = True
-        around = self.around
-        while around is not None:
-            around.stopped_within = around.stopped_within or self.unresponsive
-            if around.ends_at < now:
-                around._cancelled_at = now  # it waited for this
-            around = around.around
+        code: Contained[Any] | None = self
+        while code is not None:
+            code.unresponsive = code.unresponsive or error
+            if code.ends_at < now:
+                code._cancelled_at = now  # what waited for this begins to end now
+            code = code._around
         self._report()
 
     def _report(self) -> None:
-        if self.around is not None:
-            self.around.inner.pop(self, None)
+        if self._around is not None:
+            self._around.inner.pop(self, None)
         self.reported.set()
 
     async def _park(self) -> None:
         with anyio.CancelScope(shield=True):
             await self._containment.closing.wait()
-        raise UnresponsiveError(f"{self.what} was stopped")
-
-
-@contextmanager
-def note_where_it_waits(find_frames: Callable[[], list[FrameType]]) -> Iterator[None]:
-    """Have contained code be placed by these frames, of another thread, while it waits here."""
-    code = _around.get()
-    if code is not None:
-        code.find_frames_elsewhere = find_frames
-    try:
-        yield
-    finally:
-        if code is not None:
-            code.find_frames_elsewhere = list
 
 
 class Containment:
@@ -287,6 +252,7 @@ class Containment:
     Attributes:
         cleanup_s: How long after its cancellation code is reported as unresponsive.
         clock: The loop's.
+        tasks: Has one for each of `present`.
         present: Code whose task has not ended, in the order in which it began.
         closing: Set when the runtime closes.
         is_delayed: Set when closing waits for code that cannot be stopped.
@@ -296,12 +262,7 @@ class Containment:
         self.cleanup_s, self.clock = cleanup_s, loop_clock()
         self.present: dict[Contained[Any], None] = {}
         self.closing, self.is_delayed = anyio.Event(), anyio.Event()
-        self._tasks: TaskGroup
-
-    def start(self, code: Contained[Any]) -> None:
-        """Start the task of a piece of code."""
-        self.present[code] = None
-        self._tasks.start_soon(code.serve, name=code.what)
+        self.tasks: TaskGroup
 
     def describe_rest(self) -> str:
         """The code that has not ended, with the lines at which it waits."""
@@ -313,7 +274,7 @@ class Containment:
             async with open_task_group() as watching:
                 watching.start_soon(self._stop_late_code)
                 try:
-                    async with anyio.create_task_group() as self._tasks:
+                    async with anyio.create_task_group() as self.tasks:
                         task_status.started()
                         await self.closing.wait()
                         watching.start_soon(self._name_rest)
@@ -321,7 +282,7 @@ class Containment:
                             code.end()
                         for code in tuple(self.present):
                             await code.reported.wait()
-                        self._tasks.cancel_scope.cancel()  # also what code has left running
+                        self.tasks.cancel_scope.cancel()  # also what code has left running
                 except* RuntimeError:
                     pass  # the loop complains about scopes that stopped code has left open
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollout.errors import RolloutError
+from rollout.user_files import run_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,9 +29,8 @@ class MainGuardError(RolloutError):
     """A module that a process imports for what it defines starts the work of a script."""
 
 
-#: Modules and files that are imported here for what they define, the innermost last, and what they
-#: were refused.
-_imports: list[tuple[str, list[MainGuardError]]] = []
+#: The modules and files that this process imports only for what they define, the innermost last.
+_imports: list[str] = []
 
 
 def refuse_while_imported(what: str) -> None:
@@ -40,33 +40,19 @@ def refuse_while_imported(what: str) -> None:
         MainGuardError: It does; the work belongs to the process that runs the module as a script.
     """
     if _imports:
-        source, refusals = _imports[-1]
-        refusals.append(
-            MainGuardError(
-                f"{what}: {source} is imported by a process that needs only what it defines, "
-                "and would start everything once more; put what the script starts under "
-                '`if __name__ == "__main__":`'
-            )
+        raise MainGuardError(
+            f"{what}: {_imports[-1]} is imported by a process that needs only what it defines, "
+            "and would start everything once more; put what the script starts under "
+            '`if __name__ == "__main__":`'
         )
-        raise refusals[-1]
 
 
 @contextmanager
 def importing(source: str) -> Iterator[None]:
-    """Have the block's import refused what `refuse_while_imported` says.
-
-    Raises:
-        MainGuardError: The import failed by that, whatever the module made of it.
-    """
-    refusals: list[MainGuardError] = []
-    _imports.append((source, refusals))
+    """Have the block's import refused what `refuse_while_imported` says."""
+    _imports.append(source)
     try:
         yield
-    except BaseException:
-        if not refusals:
-            raise
-        # What the module made of it, such as SystemExit, is not to pass for its cause.
-        raise refusals[-1] from None
     finally:
         _imports.pop()
 
@@ -156,8 +142,6 @@ def function_at(ref: FunctionRef) -> Any:
 
 @functools.cache
 def _import_home(module: str, file: str) -> Any:
-    from rollout.user_files import run_file
-
     with importing(file or module):
         try:
             if module:

@@ -38,18 +38,20 @@ def lazy_exports(
     return import_name
 
 
-def read_stub(file: str) -> dict[str, list[str]]:
-    """The names that a package's stub exports, by the modules that it imports them from.
+def export_stub(namespace: dict[str, Any]) -> None:
+    """Have a package export what its stub imports, each name on its first use.
 
     Args:
-        file: The package's ``__init__.py``; the stub lies beside it.
+        namespace: The package's ``globals()``; ``__init__.pyi`` lies beside its ``__init__.py``.
     """
-    stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
+    file = Path(namespace["__file__"]).with_suffix(".pyi")
     homes: dict[str, list[str]] = {}
-    for node in stub.body:
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom):
             homes.setdefault(str(node.module), []).extend(alias.name for alias in node.names)
-    return homes
+    names = sorted(name for each in homes.values() for name in each)
+    namespace["__all__"], namespace["__getattr__"] = names, lazy_exports(namespace, homes)
+    namespace["__dir__"] = lambda: [*namespace, *names]
 
 
 def import_extra(module: str, extra: str, user: str, kind: type[Exception]) -> Any:

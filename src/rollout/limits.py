@@ -10,7 +10,7 @@ import math
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import msgspec
@@ -21,7 +21,6 @@ from rollout.types import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import TracebackType
 
 #: The key of `Prompt.extra` that bounds the agent's time. It ends the agent as limits of turns or
 #: calls do: what the agent has done until then counts, and is rewarded.
@@ -75,9 +74,6 @@ class Deadline(msgspec.Struct, frozen=True, gc=False):
         )
 
 
-#: When a limit ends, what ends then, and how far its own time is behind the loop's.
-_End: TypeAlias = "tuple[float, Limit | Deadline, float]"
-
 #: No limit.
 NEVER = Deadline(math.inf, "", math.inf)
 
@@ -93,28 +89,13 @@ class Limit:
         source, seconds: As of a `Deadline`.
     """
 
-    __slots__ = (
-        "_clock",
-        "_due",
-        "_end",
-        "_lost_s",
-        "_outer",
-        "_paused_at",
-        "_pauses",
-        "_scope",
-        "seconds",
-        "source",
-    )
-
     def __init__(self, due: float, source: str, seconds: float, outer: Limit | None) -> None:
-        self.source, self.seconds = source, seconds
-        self._outer = outer
-        self._clock = None if outer is None else outer.clock
+        self.source, self.seconds, self._outer = source, seconds, outer
         # By the time of what is around it: when it was paused, and how long it stood still before.
         self._paused_at, self._lost_s, self._pauses = 0.0, 0.0, 0
         self._due = due  # by its own time
-        self._end: _End = (due, self, 0.0)  # of one that governs a scope
-        self._scope: anyio.CancelScope | None = None
+        #: Of one that has governed a scope: when that ends, and what ends then.
+        self._end: tuple[float, Limit | Deadline] | None = None
 
     def open(self, seconds: float | None, source: str, *, since: float | None = None) -> Limit:
         """A limit within this one; with None it ends when this one does.
@@ -129,13 +110,13 @@ class Limit:
     @property
     def clock(self) -> Clock:
         """The trajectory's: the root."""
-        assert self._clock is not None
-        return self._clock
+        assert self._outer is not None
+        return self._outer.clock
 
     @property
     def ends_at(self) -> float:
         """When it ends, as things stand: by itself, or with one around it."""
-        return (self._find_end() if self._scope is None else self._end)[0]
+        return self._find_end()[0]
 
     @property
     def deadline(self) -> Deadline:
@@ -143,7 +124,7 @@ class Limit:
 
         Of two that end at the same time that is the outer one.
         """
-        at, first, _ = self._find_end() if self._scope is None else self._end
+        at, first = self._find_end()
         return Deadline(at, first.source, first.seconds)
 
     @property
@@ -165,60 +146,51 @@ class Limit:
         if not self._pauses:
             self._paused_at = self._time_around()
         self._pauses += 1
-        self.clock.update_scopes()
+        self.clock.renew_all()
 
     def resume(self) -> None:
         """End one `pause`."""
         self._pauses -= 1
         if not self._pauses:
             self._lost_s += self._time_around() - self._paused_at
-        self.clock.update_scopes()
+        self.clock.renew_all()
 
     def govern(self, scope: anyio.CancelScope) -> None:
         """Keep the deadline of this scope right, until `release`."""
-        self._end, self._scope = self._find_end(), scope
+        self._end = self._look_ahead()
         scope.deadline = self._end[0]
-        self.clock.scoped[self] = scope
+        self.clock.governed[self] = scope
 
     def release(self) -> None:
         """The governed scope has been left."""
-        self.clock.scoped.pop(self, None)
+        self.clock.governed.pop(self, None)
 
     def __enter__(self) -> Limit:
-        self.govern(anyio.CancelScope())
-        assert self._scope is not None
-        self._scope.__enter__()
+        self.govern(scope := anyio.CancelScope())
+        scope.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool | None:
-        self.release()
-        assert self._scope is not None
-        is_caught: bool | None = self._scope.__exit__(kind, error, traceback)
+    def __exit__(self, *error: Any) -> bool | None:
+        is_caught: bool | None = self.clock.governed.pop(self).__exit__(*error)
         if is_caught and self.is_over:
             raise self.deadline.error()
         return is_caught
 
-    def _find_end(self) -> _End:
-        """When it ends, what ends then, and how far its own time is behind the loop's.
+    def _find_end(self) -> tuple[float, Limit | Deadline]:
+        return self._end or self._look_ahead()
 
-        That is infinitely while it is paused.
-        """
-        at, first, shift_s = self._look_around()
-        shift_s += math.inf if self._pauses else self._lost_s
-        own = self._due + shift_s
-        return (own, self, shift_s) if own < at else (at, first, shift_s)
+    def _look_ahead(self) -> tuple[float, Limit | Deadline]:
+        around, own = self._find_outer_end(), self._due + self._find_shift_s()
+        return (own, self) if own < around[0] else around
 
-    def _look_around(self) -> _End:
-        """The same of the limit around it, whose scope may have fired."""
-        outer = self._outer
-        assert outer is not None
-        found = outer._find_end()
-        return found if outer._scope is None else (*outer._end[:2], found[2])
+    def _find_outer_end(self) -> tuple[float, Limit | Deadline]:
+        assert self._outer is not None
+        return self._outer._find_end()
+
+    def _find_shift_s(self) -> float:
+        """How far its own time is behind the loop's; infinite while it is paused."""
+        around_s = 0.0 if self._outer is None else self._outer._find_shift_s()
+        return around_s + (math.inf if self._pauses else self._lost_s)
 
     def _time_around(self) -> float:
         return self.clock.now() if self._outer is None else self._outer.own_time()
@@ -235,25 +207,15 @@ class Clock(Limit):
 
     Attributes:
         now: The loop's time.
-        scoped: Limits that govern a scope, with that.
+        governed: Scopes, by the limits that govern them.
         limit_carry: Gives the deadline of a trajectory that is carried since that time.
         carried_since: When it began to be carried; None while it is not.
     """
 
-    __slots__ = (
-        "_bound",
-        "_carried_s",
-        "_resumed",
-        "carried_since",
-        "limit_carry",
-        "now",
-        "scoped",
-    )
-
     def __init__(self, deadline: Deadline = NEVER) -> None:
         super().__init__(deadline.at, deadline.source, deadline.seconds, None)
         self.now = loop_clock()
-        self.scoped: dict[Limit, anyio.CancelScope] = {}
+        self.governed: dict[Limit, anyio.CancelScope] = {}
         self.limit_carry: Callable[[float], Deadline] | None = None
         self.carried_since: float | None = None
         self._bound = NEVER  # ends it even while it is paused
@@ -265,16 +227,14 @@ class Clock(Limit):
         """Itself."""
         return self
 
-    def _look_around(self) -> _End:
-        return self._bound.at, self._bound, 0.0
+    def _find_outer_end(self) -> tuple[float, Limit | Deadline]:
+        return self._bound.at, self._bound
 
-    def update_scopes(self) -> None:
+    def renew_all(self) -> None:
         """Give governed scopes their deadlines anew: a limit was paused, resumed or changed."""
-        now = self.now()
-        for limit, scope in self.scoped.items():
-            if now < limit._end[0]:  # else it has fired, or does so next
-                limit._end = limit._find_end()
-                scope.deadline = limit._end[0]
+        for limit, scope in self.governed.items():
+            if self.now() < limit.ends_at:  # else it has fired, or does so next
+                limit.govern(scope)
 
     def carry(self) -> None:
         """Pause all limits, and have the trajectory wait before its next request."""
@@ -301,7 +261,7 @@ class Clock(Limit):
         """Wait until the trajectory is not carried."""
         if self.carried_since is not None:
             self._bound_carry(self.carried_since)  # it may have opened tools meanwhile
-            self.update_scopes()
+            self.renew_all()
             assert self._resumed is not None
             await self._resumed.wait()
 

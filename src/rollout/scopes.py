@@ -50,25 +50,23 @@ async def open_task_group() -> AsyncIterator[TaskGroup]:
     When the body ends, the tasks are cancelled and awaited. An exception of the body leaves as
     itself, not in a group; so does the first one of a task, which cancels the body.
     """
-    body_error: BaseException | None = None
     failure: BaseException | None = None
     try:
         async with anyio.create_task_group() as tasks:
             try:
                 yield tasks
             except BaseException as error:
-                body_error = error
+                failure = error
                 raise
             finally:
                 tasks.cancel_scope.cancel()
     except BaseExceptionGroup as group:
-        others = group.subgroup(lambda error: error is not body_error)
+        others = group.subgroup(lambda error: error is not failure)
         # The body was cancelled because a task failed, or failed by itself.
-        is_victim = body_error is None or isinstance(body_error, anyio.get_cancelled_exc_class())
+        is_victim = failure is None or isinstance(failure, anyio.get_cancelled_exc_class())
         if is_victim and others is not None:
             failure = unwrap_group(others)
     # The group's own cancelled scope may have swallowed a cancellation from outside.
-    failure = failure or body_error
     if failure is not None:
         raise failure
 

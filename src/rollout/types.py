@@ -7,13 +7,11 @@ can share it. Token ids live in the `Transcript` of a trajectory, never in a lis
 from __future__ import annotations
 
 import enum
-import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.lazy import lazy_exports
 from rollout.medium import Media
 from rollout.wait_places import format_user_frames
 
@@ -24,8 +22,6 @@ MAX_TRACEBACK_CHARACTERS = 2000
 DRIFT = "tokenization/"
 #: As which tool calls are counted that were in no format, and those of tools that there are not.
 NOT_PARSED, UNKNOWN_TOOL = "(not parsed)", "(unknown)"
-
-_ATOMS = frozenset((str, int, float, bool, bytes))
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,68 +123,43 @@ class Prompt(_PositionalMessages, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         given: object = self.messages
         if isinstance(given, str):
-            self._drop("messages", [Message(role="user", content=given)])
-        self._drop("messages", without_padding(self.messages))
-        self._drop("sampling", without_null_keys(self.sampling))
-        self._drop("tools_kwargs", without_null_keys(self.tools_kwargs))
-
-    def _drop(self, field: str, dropped: Any) -> None:
-        if dropped is not getattr(self, field):
-            msgspec.structs.force_setattr(self, field, dropped)
+            given = [Message(role="user", content=given)]
+        msgspec.structs.force_setattr(self, "messages", without_padding(given))
+        for field in ("sampling", "tools_kwargs"):
+            msgspec.structs.force_setattr(self, field, without_null_keys(getattr(self, field)))
 
 
 def without_null_keys(value: Any) -> Any:
-    """`value` without the keys of mappings that hold None, at every depth; itself if it has none.
+    """A copy of `value` without the keys of mappings that hold None, at every depth.
 
-    Items of lists stay, whatever they are. Mappings that change become dicts; arrays of objects,
-    which data sets have in place of lists, become lists.
+    Items of lists stay, whatever they are. Mappings become dicts; arrays of objects, which data
+    sets have in place of lists, become lists. Other objects are not copied.
     """
-    try:
-        return _drop_null_keys(value)
-    except RecursionError:  # no data of Arrow's; refused where it is used
-        return value
-
-
-def _drop_null_keys(value: Any) -> Any:
-    kind = type(value)
-    if kind in _ATOMS or value is None:
-        return value
-    if kind is list or kind is tuple:
-        items = [_drop_null_keys(item) for item in value]
-        return value if all(map(operator.is_, items, value)) else kind(items)
-    if kind is dict or isinstance(value, Mapping):
-        kept = {key: _drop_null_keys(item) for key, item in value.items() if item is not None}
-        is_same = len(kept) == len(value) and all(kept[key] is value[key] for key in kept)
-        return value if is_same else kept
-    if kind is ToolCall and not value.raw:
-        arguments = _drop_null_keys(value.arguments)
-        is_same = arguments is value.arguments
-        return value if is_same else msgspec.structs.replace(value, arguments=arguments)
+    if isinstance(value, Mapping):
+        return {key: without_null_keys(item) for key, item in value.items() if item is not None}
+    if type(value) in (list, tuple):
+        return type(value)(map(without_null_keys, value))
+    if isinstance(value, ToolCall) and not value.raw:
+        return msgspec.structs.replace(value, arguments=without_null_keys(value.arguments))
     if getattr(getattr(value, "dtype", None), "kind", None) == "O":
-        given = value.tolist()
-        items = _drop_null_keys(given)
-        return value if items is given else items
+        return without_null_keys(value.tolist())
     return value
 
 
 def without_padding(messages: Any) -> Any:
-    """Messages without null keys, as `Prompt` says; themselves where they have none."""
-    if type(messages) is not list and type(messages) is not tuple:
+    """Messages without null keys, as `Prompt` says."""
+    if type(messages) not in (list, tuple):
         return messages
-    dropped = [_drop_from_message(message) for message in messages]
-    is_same = all(map(operator.is_, dropped, messages))
-    return messages if is_same else type(messages)(dropped)
+    return type(messages)(map(_drop_from_message, messages))
 
 
 def _drop_from_message(message: Any) -> Any:
     """`message` without null keys, except in its `extra`."""
     if isinstance(message, Message):
         calls, fields = without_null_keys(message.tool_calls), without_null_keys(message.fields)
-        if calls is message.tool_calls and fields is message.fields:
-            return message
         return msgspec.structs.replace(message, tool_calls=calls, fields=fields)
     dropped = without_null_keys(message)
-    if dropped is not message and isinstance(message, Mapping) and "extra" in dropped:
+    if isinstance(message, Mapping) and "extra" in dropped:
         dropped["extra"] = message["extra"]
     return dropped
 
@@ -294,7 +265,3 @@ class Reward(_PositionalValue, frozen=True, kw_only=True):
     token_values: Sequence[float] | Mapping[int, Sequence[float]] | None = None
     turn_values: Sequence[float] | Mapping[int, Sequence[float]] | None = None
     segment_values: Mapping[int, float] = msgspec.field(default_factory=dict)
-
-
-# They live where their transcripts do.
-__getattr__ = lazy_exports(globals(), {"rollout.chat.trajectory": ("Segment", "Trajectory")})

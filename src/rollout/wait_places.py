@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from threading import Thread
     from types import FrameType
 
 LIBRARY = __name__.partition(".")[0]
@@ -16,6 +18,9 @@ INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 #: Packages that run the code of others, or that this library waits in: their lines explain nothing.
 _LOOPS = {"anyio", "asyncio", "concurrent", "outcome", "sniffio", "trio"}
 _AWAITED = {*_LOOPS, "httpx", "httpcore", "mcp"}
+#: A function that waits for code in another thread holds in a local variable of this name what
+#: gives the frames there.
+_ELSEWHERE = "find_frames_elsewhere"
 
 
 def is_user_frame(frame: FrameType) -> bool:
@@ -43,26 +48,44 @@ def root_module(frame: FrameType) -> str:
     return module_name(frame).partition(".")[0]
 
 
+def find_frames(coroutine: Any) -> list[FrameType]:
+    """The frames of what waits for each other, from this coroutine in; also of a running one.
+
+    They end where an async generator is iterated: Python does not say what such a step waits for.
+    """
+    frames: list[FrameType] = []
+    while coroutine is not None:
+        frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
+        if frame is not None:
+            frames.append(frame)
+            if is_library_frame(frame) and _ELSEWHERE in frame.f_locals:
+                frames += frame.f_locals[_ELSEWHERE]()
+        coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
+    return frames
+
+
+def find_thread_frames(thread: Thread | None) -> list[FrameType]:
+    """Where a thread is, from the outermost frame in."""
+    frame = None if thread is None else sys._current_frames().get(thread.ident or 0)
+    return [each for each, _ in traceback.walk_stack(frame)][::-1] if frame else []
+
+
 def describe_place(frames: Sequence[FrameType]) -> str:
     """File and line where code waits that has these frames, the outermost first.
 
-    It is the innermost line of a user's, else the innermost of the outermost installed package that
-    is no event loop, else of this library.
+    It is the innermost line of a user's, else of an installed package that waits for no other, else
+    of this library.
     """
-    users = [frame for frame in frames if is_user_frame(frame)]
-    foreign = [
-        frame
-        for frame in frames
-        if root_module(frame) not in _AWAITED
-        and _is_installed(frame)
-        and not (is_library_frame(frame) or frame.f_code.co_filename.startswith(STDLIB))
-    ]
-    packages = [frame for frame in foreign if root_module(frame) == root_module(foreign[0])]
-    ours = [frame for frame in frames if is_library_frame(frame)]
-    for chosen in (users, packages, ours):
-        if chosen:
-            return f"{chosen[-1].f_code.co_filename}:{chosen[-1].f_lineno}"
-    return f"{frames[0].f_code.co_qualname} of {module_name(frames[0])}" if frames else "its start"
+    for is_telling in (is_user_frame, _is_of_package, is_library_frame, bool):
+        for frame in reversed(frames):
+            if is_telling(frame):
+                return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return "its start"
+
+
+def _is_of_package(frame: FrameType) -> bool:
+    path = frame.f_code.co_filename
+    return root_module(frame) not in _AWAITED and any(part in path for part in INSTALLED)
 
 
 def format_user_frames(error: BaseException) -> list[str]:

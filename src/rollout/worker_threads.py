@@ -10,10 +10,8 @@ import asyncio  # noqa: TID251  (one of the two modules that may)
 import inspect
 import math
 import queue
-import sys
 import threading
 from collections import Counter
-from concurrent.futures import CancelledError as FutureCancelledError
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import Context, copy_context
@@ -25,9 +23,10 @@ import anyio.to_thread
 import sniffio
 
 from rollout.bridge import loop_poster, runs_on_trio, settle
-from rollout.containment import await_frames, enter_containment, note_where_it_waits
+from rollout.containment import enter_containment
 from rollout.errors import ToolError
 from rollout.scopes import release_token
+from rollout.wait_places import find_frames, find_thread_frames
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -40,40 +39,32 @@ LAST_STEPS_S = 0.2
 
 
 class ThreadEntry:
-    """How event loops enter threads; `rollout.testing` puts another one in its place.
+    """How this process's event loops enter threads; `rollout.testing` changes it meanwhile.
 
     Attributes:
         is_open: Whether work of the library's own, its timers of real time included, leaves the
             event loop.
+        waiting: Is entered while a task waits for foreign code in a thread.
     """
 
-    is_open = True
-
-    def waiting(self) -> AbstractContextManager[None]:
-        """Entered while a task waits for foreign code in a thread."""
-        return nullcontext()
+    def __init__(self) -> None:
+        self.is_open = True
+        self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-_entry = ThreadEntry()
-
-
-def enter_threads_by(entry: ThreadEntry) -> ThreadEntry:
-    """Replace how this process enters threads; returns what did until now."""
-    global _entry
-    before, _entry = _entry, entry
-    return before
+thread_entry = ThreadEntry()
 
 
 def may_leave_loop() -> bool:
     """Whether work of the library's own leaves the event loop."""
-    return _entry.is_open
+    return thread_entry.is_open
 
 
 async def run_in_thread(
     function: Callable[..., T], *args: object, limiter: anyio.CapacityLimiter | None = None
 ) -> T:
     """``function(*args)``, work of the library's own that ends; cancellation waits for its end."""
-    if not _entry.is_open:
+    if not thread_entry.is_open:
         return function(*args)
     return await anyio.to_thread.run_sync(partial(function, *args), limiter=limiter)
 
@@ -82,20 +73,6 @@ def is_async(function: Callable[..., Any]) -> bool:
     """Whether calling it gives an awaitable; callable objects count by their `__call__`."""
     call = getattr(function, "__call__", function)  # noqa: B004  (the method itself is wanted)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
-
-
-async def _wait_for_value(value: Awaitable[T]) -> T:
-    return await value
-
-
-def _find_frames(thread: threading.Thread | None) -> list[FrameType]:
-    """Where a thread is, from the outermost frame in."""
-    at = None if thread is None else sys._current_frames().get(thread.ident or 0)
-    frames = []
-    while at is not None:
-        frames.append(at)
-        at = at.f_back
-    return frames[::-1]
 
 
 class _Worker:
@@ -202,6 +179,7 @@ class WorkerThreads:
         context.run(sniffio.current_async_library_cvar.set, None)  # no loop runs in the thread
         context.run(enter_containment, None)
         worker = self._idle.pop() if self._idle else _Worker()
+        result.set_running_or_notify_cancel()  # it begins, whatever becomes of the caller
 
         def job() -> None:
             context.run(settle, result, function, *args)
@@ -210,8 +188,10 @@ class WorkerThreads:
                 self.close()
 
         worker.jobs.put(job)
-        with _entry.waiting(), note_where_it_waits(lambda: _find_frames(worker.thread)):
-            return await self._wait_for(result, name, patience_s)
+        with thread_entry.waiting():
+            return await self._wait_for(
+                result, name, patience_s, lambda: find_thread_frames(worker.thread)
+            )
 
     async def call(
         self, name: str, function: Callable[..., Any], *args: object, backend: str = "native"
@@ -226,7 +206,11 @@ class WorkerThreads:
             value = await self.run(name, function, *args)
             if not inspect.isawaitable(value):
                 return value
-            function, args = partial(_wait_for_value, value), ()
+
+            async def function() -> Any:
+                return await value
+
+            args = ()
         if backend == "asyncio":
             return await self.run_asyncio(name, function, *args)
         return await function(*args)
@@ -262,40 +246,35 @@ class WorkerThreads:
         is_here = not (is_apart or runs_on_trio())
         loop = asyncio.get_running_loop() if is_here else self._loop or self._start_loop()
         result: Future[T] = Future()
-        task: asyncio.Task[Any] | None = None
-        is_cancelled = False
+        tasks: list[asyncio.Task[Any]] = []
 
         async def call() -> None:
-            nonlocal task
             task = asyncio.current_task()
-            if is_cancelled:  # set before the caller looks at `task`
-                result.cancel()
-                return
-            try:
-                result.set_result(await function(*args))
-            except BaseException as error:  # the loop must outlive SystemExit
-                result.set_exception(error)
+            assert task is not None
+            tasks.append(task)
+            if result.set_running_or_notify_cancel():
+                try:
+                    result.set_result(await function(*args))
+                except BaseException as error:  # the loop must outlive SystemExit
+                    result.set_exception(error)
 
-        def stop() -> bool:
-            nonlocal is_cancelled
-            is_cancelled = True
-            if task is not None:
-                loop.call_soon_threadsafe(task.cancel)
-            return task is not None
-
-        def find_frames() -> list[FrameType]:
-            coroutine = None if task is None else task.get_coro()
+        def find_frames_there() -> list[FrameType]:
+            coroutine: Any = tasks[0].get_coro() if tasks else None
             if getattr(coroutine, "cr_running", False):  # blocks the loop
-                return _find_frames(self._loop_thread)
-            return await_frames(coroutine)
+                return find_thread_frames(self._loop_thread)
+            return find_frames(coroutine)
 
         context = copy_context()
         # Where anyio runs trio it says so there, and the call would take its loop for trio's.
         context.run(sniffio.current_async_library_cvar.set, "asyncio")
         context.run(asyncio.run_coroutine_threadsafe, call(), loop)
-        patience_s = self._cleanup_s if cleanup_s is None else cleanup_s
-        with note_where_it_waits(find_frames):
-            return await self._wait_for(result, name, patience_s, stop)
+        return await self._wait_for(
+            result,
+            name,
+            self._cleanup_s if cleanup_s is None else cleanup_s,
+            find_frames_there,
+            stop=lambda: loop.call_soon_threadsafe(tasks[0].cancel),
+        )
 
     def _start_loop(self) -> asyncio.AbstractEventLoop:
         """Start the asyncio thread, whose loop takes calls at once.
@@ -324,22 +303,25 @@ class WorkerThreads:
         call: Future[T],
         name: str,
         patience_s: float,
-        stop: Callable[[], bool] = lambda: True,
+        find_frames_elsewhere: Callable[[], list[FrameType]],
+        stop: Callable[[], object] = lambda: None,
     ) -> T:
         """What a call in another thread returned or raised.
 
         Args:
-            call: Is done when the code has ended.
+            call: Is done when the code has ended, and cancelled where it need not begin.
             name: Names the code in messages and counts.
             patience_s: How long a caller that is cancelled waits before it abandons the call.
-            stop: Cancels the call; False where nobody needs to wait for it then.
+            find_frames_elsewhere: Gives the frames of the code.
+            stop: Cancels the code.
         """
         ended, post = anyio.Event(), loop_poster()
         call.add_done_callback(lambda _: post(ended.set))
         try:
             await ended.wait()
         except BaseException:
-            if stop():
+            if not call.cancel():
+                stop()
                 try:
                     with anyio.move_on_after(patience_s, shield=patience_s > 0):
                         await ended.wait()
@@ -351,10 +333,9 @@ class WorkerThreads:
             raise
         try:
             return call.result()
-        except (KeyboardInterrupt, SystemExit, GeneratorExit, FutureCancelledError) as error:
+        except (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError) as error:
+            # On the loop here they would mean Ctrl-C, an end, or a cancellation.
             raise ToolError(f"{name}: raised {type(error).__name__} in its thread") from error
-        except asyncio.CancelledError as error:
-            raise ToolError(f"{name}: cancelled itself") from error
 
     def _refuse_beyond_cap(self, name: str) -> None:
         abandoned = self._abandoned[name]

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from rollout.batch import RolloutBatch, collate
 from rollout.chat import Transcript
+from rollout.chat.trajectory import Trajectory
 from rollout.config import LengthsConfig
 from rollout.errors import RolloutError
-from rollout.types import Cause, Message, Outcome, Prompt, ToolCall, Trajectory
+from rollout.types import Cause, Message, Outcome, Prompt, ToolCall
 
 if TYPE_CHECKING:
     from pathlib import Path

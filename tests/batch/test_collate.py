@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from rollout.batch import RolloutBatch, collate
 from rollout.chat import Transcript
-from rollout.types import Outcome, Trajectory
+from rollout.chat.trajectory import Trajectory
+from rollout.types import Outcome
 
 PAD = 99
 RESPONSE_KEYS = ("responses", "response_mask", "rollout_log_probs", "weight_versions")

@@ -92,15 +92,6 @@ def test_script_without_guard_ends_at_once_and_names_the_guard(
     assert said.count("imported\n") == 2
 
 
-@pytest.mark.slow
-def test_script_without_guard_that_exits_by_itself_names_the_guard(tmp_path: Path) -> None:
-    end = "try:\n    main()\nexcept Exception as error:\n    print(error)\n    sys.exit(1)"
-    said = run(tmp_path, "reward", "async", "trio", end)
-    (told,) = [line for line in said.splitlines() if line.startswith("rewards.processes: ")]
-    assert GUARD in told
-    assert said.count("imported\n") == 2
-
-
 @pytest.mark.parametrize("what", slow_but(["reward", "tool"], "reward"))
 def test_script_without_guard_that_hides_the_refusal_names_the_guard_too(
     tmp_path: Path, what: str

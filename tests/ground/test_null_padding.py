@@ -105,14 +105,6 @@ def test_prompt_from_memory_is_as_without_padding() -> None:
     assert "expr" in PADDED_CALL["function"]["arguments"]
 
 
-def test_prompt_without_padding_holds_the_objects_that_it_was_given() -> None:
-    state: dict[str, Any] = {"seen": [1]}
-    prompt = Prompt(messages=MESSAGES, sampling=SAMPLING, tools_kwargs={"lookup": state})
-    assert prompt.messages is MESSAGES
-    assert prompt.sampling is SAMPLING
-    assert prompt.tools_kwargs["lookup"] is state
-
-
 def test_prompt_of_mappings_and_arrays_is_as_without_padding() -> None:
     calls = np.array([MappingProxyType(PADDED_CALL), None], dtype=object)[:1]
     messages = (MappingProxyType({"role": "assistant", "tool_calls": calls, "content": None}),)
@@ -139,7 +131,7 @@ def test_prompt_of_records_loses_padding_and_keeps_what_the_model_sampled() -> N
 def test_prompt_with_arguments_as_json_text_keeps_what_was_written() -> None:
     call = {"function": {"name": "lookup", "arguments": '{"expr": null}'}}
     messages = [{"role": "assistant", "tool_calls": [call]}]
-    assert Prompt(messages=messages).messages is messages
+    assert Prompt(messages=messages).messages == messages
 
 
 def test_prompt_message_extra_is_left_alone() -> None:

@@ -27,9 +27,9 @@ from rollout.types import Prompt, Reward
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from rollout.chat.trajectory import Trajectory
     from rollout.config import LimitsConfig
     from rollout.sandbox import Sandbox
-    from rollout.types import Trajectory
 
 logger = logging.getLogger("rollout.environments")
 

@@ -110,7 +110,7 @@ class TrajectoryRun:
     @property
     def unresponsive(self) -> UnresponsiveError | None:
         """Why the agent, what it called, or the close of a tool did not end; None: all did."""
-        first = self.code.stopped_within or self.code.unresponsive
+        first = self.code.unresponsive
         has_failed = self.code.error is not None or self.code.was_cancelled
         return self.stuck[0] if first is None and self.stuck and not has_failed else first
 

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import trio.lowlevel
 import trio.testing
 
-from rollout.worker_threads import ThreadEntry, enter_threads_by
+from rollout.worker_threads import thread_entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,11 +65,12 @@ def virtual_threads(*, holds: bool = True) -> Iterator[None]:
     Args:
         holds: Whether it stands still while a sync tool or reward runs in its thread.
     """
-    before = enter_threads_by(_VirtualThreads(holds))
+    before = vars(thread_entry).copy()
+    thread_entry.is_open, thread_entry.waiting = False, hold_clock if holds else nullcontext
     try:
         yield
     finally:
-        enter_threads_by(before)
+        vars(thread_entry).update(before)
 
 
 class VirtualClock:
@@ -102,10 +103,3 @@ def _running_clock() -> trio.testing.MockClock | None:
         return None
     clock = trio.lowlevel.current_clock()
     return clock if isinstance(clock, trio.testing.MockClock) else None
-
-
-class _VirtualThreads(ThreadEntry):
-    is_open = False
-
-    def __init__(self, holds: bool) -> None:
-        self.waiting = hold_clock if holds else nullcontext  # type: ignore[method-assign]
