@@ -1,8 +1,8 @@
 """Text to token ids: the text of a template → pieces between its special tokens → ids.
 
 A `TextEncoder` splits a text at the special tokens that the template wrote, encodes each piece
-between two of them as plain text, and remembers it by its exact text: the system's message with the
-tools is encoded once for thousands of prompts, and a question once for all members of a group.
+between two of them as plain text, and remembers the last pieces by their exact text: the system's
+message with the tools is encoded once for many prompts, and a question once for a group.
 
 Where a tokenizer cannot be split so, the whole text is encoded.
 """
@@ -10,13 +10,10 @@ Where a tokenizer cannot be split so, the whole text is encoded.
 from __future__ import annotations
 
 import re
-import sys
-import threading
 import weakref
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -45,10 +42,8 @@ Place = tuple[int, int]
 #: Ids of the texts around special tokens, with those tokens between.
 MarkedEncode = Callable[[Sequence[str]], "array[int]"]
 
-#: Bytes of pieces, texts and ids together, that an encoder remembers, and of one piece at most.
-_REMEMBERED, _LARGEST_PIECE = 32 << 20, 1 << 20
-#: What an entry of a dict takes beside its text and ids.
-_ENTRY = 150
+#: Pieces of text that an encoder remembers, and characters of one at most.
+_REMEMBERED, _LARGEST_PIECE = 2_048, 32_768
 #: Begins and ends the tokens that stand for special ones; of a private plane, so in no text.
 _BOUNDARY = "\U000f5a17"
 #: Markup that some vocabularies (Gemma's) hold as ordinary entries of their table of added tokens.
@@ -113,14 +108,16 @@ class TextEncoder:
             self._decode: Decode = lambda ids: str(
                 tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
             )
-            encode: Encode = partial(_encode_in_python, tokenizer, split_special_tokens=True)
+            self._encode_plain: Encode = partial(
+                _encode_in_python, tokenizer, split_special_tokens=True
+            )
             self._encode_whole = partial(_encode_in_python, tokenizer)
         else:
-            encode, self._decode = make_plain_codec(self._backend, self.specials)
+            self._encode_plain, self._decode = make_plain_codec(self._backend, self.specials)
             if not can_be_split(self._backend):
                 self._encode_whole = make_encoder(copy_tokenizer(self._backend))
                 self._encode_marked = _make_marked_encoder(self._backend, self.specials)
-        self._piece_ids = _PieceMemory(encode)
+        self._remember = lru_cache(_REMEMBERED)(self._encode_plain)
 
     def encode(self, written: WrittenText | str, max_tokens: int | None = None) -> array[int]:
         """The ids; special tokens are recognised outside the plain places only.
@@ -146,7 +143,8 @@ class TextEncoder:
             if at % 2:
                 ids.append(self.specials[part])
             elif part:
-                ids.frombytes(self._piece_ids(part))
+                is_large = len(part) > _LARGEST_PIECE
+                ids.frombytes(self._encode_plain(part) if is_large else self._remember(part))
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -184,35 +182,6 @@ class TextEncoder:
                 at = match.end()
             start = plain_stop
         return [*parts, text[at:]]
-
-
-class _PieceMemory:
-    """The ids of pieces of text, as bytes; those that were used longest ago are forgotten first."""
-
-    def __init__(self, encode: Encode) -> None:
-        self._encode = encode
-        self._lock = threading.Lock()
-        self._known: OrderedDict[str, bytes] = OrderedDict()
-        self._size = 0
-
-    def __call__(self, piece: str) -> bytes:
-        try:
-            self._known.move_to_end(piece)
-            return self._known[piece]
-        except KeyError:  # unknown, or another thread has just had it forgotten
-            ids = self._encode(piece)
-        size = _measure(piece, ids)
-        if size <= _LARGEST_PIECE:
-            with self._lock:
-                self._size += size if piece not in self._known else 0
-                self._known[piece] = ids
-                while self._size > _REMEMBERED:
-                    self._size -= _measure(*self._known.popitem(last=False))
-        return ids
-
-
-def _measure(piece: str, ids: bytes) -> int:
-    return sys.getsizeof(piece) + sys.getsizeof(ids) + _ENTRY
 
 
 def _make_marked_encoder(backend: Any, specials: Mapping[str, int]) -> MarkedEncode:

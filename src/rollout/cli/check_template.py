@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollout.chat import load_chat_template
-from rollout.chat.drift import DRIFT_KINDS
+from rollout.chat.drift import DRIFT_KINDS, Drift
 from rollout.chat.template_conformance import SceneReport, conformance_reports
 from rollout.chat.template_loading import with_template
 from rollout.cli.wrapping import column_widths, print_line, wrapped
@@ -113,15 +113,16 @@ def _cells(report: SceneReport) -> tuple[str, ...]:
         return report.name, f"no: {_short(report.refusal, _REASON)}", "", "", ""
     boundary = "" if report.boundary is None else repr(report.boundary)
     cut_end = repr(report.cut_end) if report.cut_end else ""
-    if report.drift_refusal is not None:
-        return report.name, "yes", boundary, cut_end, f"not compared: {report.drift_refusal}"
-    assert report.drift is not None
-    return report.name, "yes", boundary, cut_end, report.drift.kind
+    drift = report.drift
+    kind = f"not compared: {drift}" if isinstance(drift, str) else drift.kind
+    return report.name, "yes", boundary, cut_end, kind
 
 
 def _notes(reports: Sequence[SceneReport]) -> Iterator[str]:
     """For each kind of drift the conversations that show it, and the first difference."""
-    drifting = [(report.name, report.drift) for report in reports if report.drift is not None]
+    drifting = [
+        (report.name, report.drift) for report in reports if isinstance(report.drift, Drift)
+    ]
     for kind in DRIFT_KINDS[1:]:
         found = [(name, drift) for name, drift in drifting if drift.kind == kind]
         if found:
