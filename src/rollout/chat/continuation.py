@@ -149,14 +149,15 @@ class ContinuationRenderer:
         ends = self.turn_ends
         return tuple(self._find_specials(ends.calls if is_call else ends.text)[:1])
 
-    def past(self, ids: Sequence[int], turn_end: str, after: Sequence[int]) -> int:
+    def past(self, ids: array[int], turn_end: str, after: Sequence[int]) -> int:
         """How many of the first `ids` need not follow `after`, because they end it already.
 
         Only a special token tells that a turn is over; text before it (a space, in some
         templates) is then past, and what comes after it may or may not have been sampled.
         """
-        end = self._encode_turn_end(turn_end)  # of which `ids` start with a part
-        end = end[: common_length(ids, end)] or array("i", ids[:1])
+        end = self._encode_turn_end(turn_end)
+        if not end or ids[: len(end)] != end:  # what follows may join its last token
+            end = end[: common_length(ids, end)] or ids[:1]
         special = 0
         while special < len(end) and end[special] not in self._specials:
             special += 1

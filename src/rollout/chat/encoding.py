@@ -89,7 +89,7 @@ class TextEncoder:
         specials: Spelling and id of each token that a template may write: those marked special,
             and the other added ones that are neither white space nor markup.
         tags: Those that assistants write themselves, so that their words in a prompt may hold them.
-        pattern: Matches each spelling of `specials`.
+        pattern: Matches each spelling of `specials`, as its only group.
         added: How many added tokens the tokenizer had.
     """
 
@@ -99,7 +99,7 @@ class TextEncoder:
         own = (THINK, END_THINK)
         tags = (each for each in tokens.values() if TAG.fullmatch(each.content))
         self.tags = {tag.content for tag in tags if not tag.special or tag.content in own}
-        self.pattern = match_any(self.specials)
+        self.pattern = re.compile(f"({match_any(self.specials).pattern})")
         self.added = len(tokens)
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._encode_whole: Encode | None = None
@@ -176,6 +176,8 @@ class TextEncoder:
     def split(self, written: WrittenText) -> list[str]:
         """The texts around the special tokens that the template wrote, and those tokens between."""
         text, parts, at, start = written.text, list[str](), 0, 0
+        if not written.plain:
+            return self.pattern.split(text)
         for plain_start, plain_stop in (*written.plain, (len(text),) * 2):
             for match in self.pattern.finditer(text, start, plain_start):
                 parts += (text[at : match.start()], match[0])

@@ -219,7 +219,7 @@ def render_escaped(
     """
     text = render(messages, tools)
     encoder.refuse_beyond(max_tokens, text)
-    if not encoder.pattern.search("\0".join(_list_texts([messages, tools or ()]))):
+    if not encoder.pattern.search("\0".join(_list_texts(messages, tools or ()))):
         return WrittenText(text)
     word = "rolloutSpecialToken"  # letters, which templates leave as they are
     while word in text:
@@ -275,14 +275,13 @@ def map_texts(value: Any, change: Callable[[str], str]) -> Any:
     return [map_texts(each, change) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _list_texts(value: object) -> list[str]:
-    found, texts = [value], list[str]()
-    for item in found:  # which grows meanwhile
-        if isinstance(item, str):
-            texts.append(item)
-        elif isinstance(item, (dict, Mapping)):  # tried in this order, a dict is known at once
-            found += item
-            found += item.values()
-        elif isinstance(item, (list, tuple)):
-            found += item
+def _list_texts(*values: object) -> list[str]:
+    texts, waiting = list[str](), list[Any](values)
+    for value in waiting:  # which grows meanwhile
+        is_mapping = isinstance(value, (dict, Mapping))  # tried so, a dict is known at once
+        for item in (*value, *value.values()) if is_mapping else value:
+            if isinstance(item, str):
+                texts.append(item)
+            elif isinstance(item, (dict, list, tuple, Mapping)):
+                waiting.append(item)
     return texts
