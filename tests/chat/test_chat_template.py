@@ -409,27 +409,26 @@ SECRETIVE = CHATML.replace(
 )
 FORGETFUL = CHATML.replace("messages %", "messages if message.role != 'assistant' %")
 TWICE = CHATML.replace("{% if add", "{{ messages[-1].content }}{% if add")
-#: Writes a call in another way once it is answered; and what follows a text twice.
-LAST_CALLED = TWICE.replace(
+#: Writes a call in another way once it is answered, and refuses a result without one.
+LAST_CALLED = CHATML.replace(
     "{{ message.content }}",
-    "{{ message.content }}{{ message.tool_calls }}{{ 'pending' if loop.last }}",
+    "{{ message.content }}{{ message.tool_calls }}{{ 'pending' if loop.last }}"
+    "{% if message.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+    "{{ raise_exception('a result needs a call') }}{% endif %}",
 )
+WRITES = "it writes the contents of [user, assistant, tool] as those of"
 
 
 @pytest.mark.parametrize(
     ("source", "role", "why"),
     [
-        (REVERSED, "tool", "it changes the order of messages"),
+        (REVERSED, "tool", f"{WRITES} [tool, assistant, user]"),
         (COUNTING, "tool", "new messages change the text before the first message"),
-        (QUOTING, "tool", "it writes an earlier user message 2 times"),
-        (FORGETFUL, "tool", "it leaves out the assistant's content"),
-        (TWICE, "user", "it writes the content of 'user' messages more than once"),
+        (QUOTING, "tool", f"{WRITES} [user, assistant, tool, user]"),
+        (FORGETFUL, "tool", f"{WRITES} [user, tool]"),
+        (TWICE, "tool", f"{WRITES} [user, assistant, tool, tool]"),
         (LAST_CALLED, "tool", "it writes a call in another way once it is answered"),
-        (
-            SECRETIVE,
-            "tool",
-            "it writes the content of 'tool' messages in another place or not at all",
-        ),
+        (SECRETIVE, "tool", f"{WRITES} [user, assistant]"),
     ],
     ids=["reversed", "counting", "quoting", "forgetful", "twice", "called", "secretive"],
 )
@@ -520,6 +519,7 @@ def test_load_chat_template_saved_tokenizer_is_loaded(tmp_path: Path) -> None:
 def test_load_chat_template_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(TemplateError, match=f"^the tokenizer of {tmp_path} cannot be loaded: "):
         load_chat_template(str(tmp_path))
+    byte_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(TemplateError, match=r"no\.jinja cannot be read: "):
         load_chat_template(str(tmp_path), chat_template_path=str(tmp_path / "no.jinja"))
 

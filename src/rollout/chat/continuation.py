@@ -11,6 +11,7 @@ keys), on contents of our own. The messages themselves are rendered each time.
 from __future__ import annotations
 
 import itertools
+import re
 from array import array
 from contextlib import suppress
 from functools import cached_property, lru_cache
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from rollout.chat.encoding import TextEncoder
     from rollout.chat.messages import TemplateMessage
-    from rollout.chat.rendering import Render, Tools
+    from rollout.chat.rendering import Render
 
 #: Letters only, so that templates which trim or JSON-encode contents leave them recognisable.
 USER_MARKER = "rolloutUserMarker"
@@ -80,7 +81,7 @@ class ContinuationRenderer:
         self._encoder = encoder
         self._source = source
         self._specials = frozenset(encoder.specials.values())
-        self._patterns: dict[tuple[str, ...], tuple[bool, str, bool]] = {}
+        self._patterns: dict[tuple[tuple[str, ...], ...], tuple[bool, str, bool]] = {}
         self._after_calls = lru_cache(maxsize=256)(self._render_after_calls)
         self._encode_turn_end = lru_cache(maxsize=16)(encoder.encode)
 
@@ -97,7 +98,7 @@ class ContinuationRenderer:
             TemplateError: The template refuses such messages or cannot be used append-only.
             TooManyTokens: They certainly have more than `max_tokens`.
         """
-        key = (*(name for each in messages for name in (each["role"], *each)),)
+        key = tuple([(message["role"], *message) for message in messages])
         pattern = self._patterns.get(key)
         if pattern is None:
             if len(self._patterns) >= _PATTERNS:
@@ -105,7 +106,7 @@ class ContinuationRenderer:
             pattern = self._patterns[key] = self._find_pattern(messages)
         is_calling, opening, opens = pattern
 
-        def render(marked: Sequence[TemplateMessage], _: Tools) -> str:
+        def render(marked: Sequence[TemplateMessage], _: object) -> str:
             return self._render_after(marked, is_calling)
 
         written = render_escaped(render, self._encoder, messages, None, max_tokens)
@@ -251,23 +252,18 @@ class ContinuationRenderer:
             {**message, "content": marker}
             for message, marker in zip(messages, markers, strict=True)
         ]
+        roles = {USER_MARKER: "user", ASSISTANT_MARKER: "assistant"}
+        roles |= dict(zip(markers, (message["role"] for message in messages), strict=True))
         text = self._render(conversation(marked, is_calling=is_calling), True)
-        after_answer(text)
-        for marker, what in ((USER_MARKER, "user"), (ASSISTANT_MARKER, "assistant")):
-            if (times := text.count(marker)) != 1:
-                raise unusable(f"it writes an earlier {what} message {times} times")
-        head = text.partition(USER_MARKER)[0]
-        if ASSISTANT_MARKER in head:
-            raise unusable("it changes the order of messages")
-        if head != self._render(conversation(), False).partition(USER_MARKER)[0]:
+        found = re.findall("|".join(roles), text)
+        if found != list(roles):
+            expected, written = ", ".join(roles.values()), ", ".join(map(roles.__getitem__, found))
+            raise unusable(f"it writes the contents of [{expected}] as those of [{written}]")
+        head, user, _ = self._render(conversation(), False).partition(USER_MARKER)
+        if not text.startswith(head + user):
             raise unusable("new messages change the text before the first message")
-        rest = self._render_after(marked, is_calling)
-        for marker, message in zip(markers, messages, strict=True):
-            _, found, rest = rest.partition(marker)
-            if not found or marker in rest:
-                how = "in another place or not at all" if not found else "more than once"
-                raise unusable(f"it writes the content of {message['role']!r} messages {how}")
-        return is_calling, rest, opens_reasoning(rest)
+        opening = self._render_after(marked, is_calling).rpartition(markers[-1])[2]
+        return is_calling, opening, opens_reasoning(opening)
 
 
 def conversation(

@@ -4,7 +4,8 @@ A `TextEncoder` splits a text at the special tokens that the template wrote, enc
 between two of them as plain text, and remembers the last pieces by their exact text: the system's
 message with the tools is encoded once for many prompts, and a question once for a group.
 
-Where a tokenizer cannot be split so, the whole text is encoded.
+Where a tokenizer cannot be split so, the whole text is encoded, unless contents spell special
+tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import re
 import weakref
 from array import array
-from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +24,12 @@ from rollout.chat.tokenizer_parts import (
     can_be_split,
     copy_tokenizer,
     longest_token,
-    make_plain_tokenizer,
     match_any,
 )
 from rollout.errors import TemplateError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from transformers import PreTrainedTokenizerBase
 
@@ -39,13 +38,8 @@ if TYPE_CHECKING:
 #: Where text must be kept from being read as special tokens: ``[start, stop)``.
 Place = tuple[int, int]
 
-#: Ids of the texts around special tokens, with those tokens between.
-MarkedEncode = Callable[[Sequence[str]], "array[int]"]
-
 #: Pieces of text that an encoder remembers, and characters of one at most.
 _REMEMBERED, _LARGEST_PIECE = 2_048, 32_768
-#: Begins and ends the tokens that stand for special ones; of a private plane, so in no text.
-_BOUNDARY = "\U000f5a17"
 #: Markup that some vocabularies (Gemma's) hold as ordinary entries of their table of added tokens.
 _MARKUP = re.compile(
     r"</?(?:a|b|i|p|s|u|h[1-6]|t[dhr]|ol|ul|li|em|br|img|sub|sup|code|strong|table|tbody|thead"
@@ -82,8 +76,8 @@ class WrittenText(msgspec.Struct, frozen=True):
 class TextEncoder:
     """Text to ids by one tokenizer, no special token added. Get one by `get_encoder`.
 
-    A tokenizer that transformers runs in Python encodes whole texts, and those with plain places
-    piece by piece. Safe to use from several threads.
+    A tokenizer that cannot be split, or that transformers runs in Python, encodes whole texts, and
+    those with plain places piece by piece. Safe to use from several threads.
 
     Attributes:
         specials: Spelling and id of each token that a template may write: those marked special,
@@ -103,20 +97,17 @@ class TextEncoder:
         self.added = len(tokens)
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._encode_whole: Encode | None = None
-        self._encode_marked: MarkedEncode | None = None
         if self._backend is None:
             self._decode: Decode = lambda ids: str(
                 tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
             )
-            self._encode_plain: Encode = partial(
-                _encode_in_python, tokenizer, split_special_tokens=True
-            )
-            self._encode_whole = partial(_encode_in_python, tokenizer)
+            encode = partial(_encode_in_python, tokenizer)
+            self._encode_plain: Encode = partial(encode, split_special_tokens=True)
+            self._encode_whole = encode
         else:
             self._encode_plain, self._decode = make_plain_codec(self._backend, self.specials)
             if not can_be_split(self._backend):
                 self._encode_whole = make_encoder(copy_tokenizer(self._backend))
-                self._encode_marked = _make_marked_encoder(self._backend, self.specials)
         self._remember = lru_cache(_REMEMBERED)(self._encode_plain)
 
     def encode(self, written: WrittenText | str, max_tokens: int | None = None) -> array[int]:
@@ -135,11 +126,8 @@ class TextEncoder:
         self.refuse_beyond(max_tokens, written.text)
         if self._encode_whole is not None and not written.plain:
             return array("i", self._encode_whole(written.text))
-        parts = self.split(written)
-        if self._encode_marked is not None and _BOUNDARY not in written.text:
-            return self._encode_marked(parts)
         ids: array[int] = array("i")
-        for at, part in enumerate(parts):
+        for at, part in enumerate(self.split(written)):
             if at % 2:
                 ids.append(self.specials[part])
             elif part:
@@ -184,32 +172,6 @@ class TextEncoder:
                 at = match.end()
             start = plain_stop
         return [*parts, text[at:]]
-
-
-def _make_marked_encoder(backend: Any, specials: Mapping[str, int]) -> MarkedEncode:
-    """Encodes texts with special tokens between them as one, in which marks stand for the tokens.
-
-    Its tokenizer reads every special token of the vocabulary as text. A mark takes the white space
-    around it as its special token does.
-    """
-    from tokenizers import AddedToken
-
-    own, tokens = make_plain_tokenizer(backend, specials), backend.get_added_tokens_decoder()
-    marks = {name: f"{_BOUNDARY}{name}{_BOUNDARY}" for name in specials}
-    for name, mark in marks.items():
-        token = tokens[specials[name]]
-        own.add_tokens(
-            [AddedToken(mark, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False)]
-        )
-    special_ids = {own.token_to_id(mark): specials[name] for name, mark in marks.items()}
-    encode_text = make_encoder(own)
-
-    def encode(parts: Sequence[str]) -> array[int]:
-        text = "".join(marks[part] if at % 2 else part for at, part in enumerate(parts))
-        ids = array("i", encode_text(text))
-        return array("i", [special_ids.get(token_id, token_id) for token_id in ids])
-
-    return encode
 
 
 #: Encoders are heavy, and several templates may share a tokenizer.

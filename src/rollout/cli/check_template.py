@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from rollout.chat import load_chat_template
+from rollout.chat import ChatTemplate, load_chat_template
 from rollout.chat.drift import DRIFT_KINDS, Drift
 from rollout.chat.template_conformance import SceneReport, conformance_reports
-from rollout.chat.template_loading import with_template
+from rollout.chat.template_loading import read_template
 from rollout.cli.wrapping import column_widths, print_line, wrapped
 from rollout.config.sections import SIMULATED_MODEL
 from rollout.engine.model_files import resolve_model
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from rich.console import Console
-
-    from rollout.chat import ChatTemplate
 
 _LABEL_WIDTH = 12
 _COLUMNS = ("conversation", "append-only", "inserted after a turn", "cut turn", "drift")
@@ -71,9 +69,9 @@ def _loaded(model: str, *, revision: str | None, **options: Any) -> ChatTemplate
     if model == SIMULATED_MODEL:
         from rollout.engine.cores.simulated.vocabulary import simulated_tokenizer
 
-        return with_template(
-            simulated_tokenizer(), chat_template_path=options["chat_template_path"]
-        )
+        tokenizer = simulated_tokenizer()
+        source = read_template(options["chat_template_path"], tokenizer)
+        return ChatTemplate(tokenizer, chat_template=source)
     is_local = Path(model).is_dir()  # a tokenizer's files are enough
     path = model if is_local else resolve_model(model, revision)
     return load_chat_template(path, revision=revision, **options)
