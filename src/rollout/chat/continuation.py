@@ -82,7 +82,6 @@ class ContinuationRenderer:
         self._source = source
         self._specials = frozenset(encoder.specials.values())
         self._patterns: dict[tuple[tuple[str, ...], ...], tuple[bool, str, bool]] = {}
-        self._after_calls = lru_cache(maxsize=256)(self._render_after_calls)
         self._encode_turn_end = lru_cache(maxsize=16)(encoder.encode)
 
     def render(
@@ -134,8 +133,9 @@ class ContinuationRenderer:
     @cached_property
     def _after_call(self) -> str | None:
         """What a turn has after its call; None where the template writes none in its history."""
+        exchange = conversation([{"role": "tool", "content": ""}], is_calling=True)[:2]
         try:
-            return self._after_calls((("call_0", "tool"),))
+            return after_answer(self._render(exchange, False))
         except TemplateError:
             return None
 
@@ -197,19 +197,10 @@ class ContinuationRenderer:
         text = after_answer(self._render(exchange, True))
         if not is_calling:
             return text
-        calls = [(call["id"], call["function"]["name"]) for call in exchange[1]["tool_calls"]]
-        alone, end = self._after_calls(tuple(calls)), self.turn_ends.calls
+        alone, end = after_answer(self._render(exchange[:2], False)), self.turn_ends.calls
         if not (alone.endswith(end) and text.startswith(alone)):
             raise unusable("it writes a call in another way once it is answered")
         return end + text[len(alone) :]
-
-    def _render_after_calls(self, calls: tuple[tuple[str, str], ...]) -> str:
-        """What the placeholder turn has after its marker where nothing follows these calls."""
-        results = [
-            {"role": "tool", "content": "", "tool_call_id": call_id, "name": name}
-            for call_id, name in calls
-        ]
-        return after_answer(self._render(conversation(results, is_calling=True)[:2], False))
 
     def _find_end(self, after: str) -> str:
         """What of `after` ends the turn: some templates end it otherwise once something follows."""
@@ -223,37 +214,41 @@ class ContinuationRenderer:
         return other
 
     def _find_pattern(self, messages: Sequence[TemplateMessage]) -> tuple[bool, str, bool]:
-        """As `_examine`, after calls where results begin them, or else after a text.
+        """Whether messages like these must follow a call, the opening of the turn after them, and
+        whether that opens reasoning.
+
+        Results follow a call where the template then writes them in another way than after a text.
 
         Raises:
             TemplateError: The template refuses them or cannot be used append-only.
         """
-        if messages[0]["role"] != "tool" or self._after_call is None:
-            return self._examine(messages, is_calling=False)
-        try:
-            return self._examine(messages, is_calling=True)
-        except TemplateError:
-            with suppress(TemplateError):
-                return self._examine(messages, is_calling=False)
-            raise
+        *_, last = markers = [f"rolloutContentMarker{at}x" for at in range(len(messages))]
+        marked = [
+            {**message, "content": marker}
+            for message, marker in zip(messages, markers, strict=True)
+        ]
+        may_call = messages[0]["role"] == "tool" and self._after_call is not None
+        after, refusals = dict[bool, str](), list[TemplateError]()
+        for is_calling in (True, False) if may_call else (False,):
+            try:
+                after[is_calling] = self._examine(marked, is_calling=is_calling)
+            except TemplateError as error:
+                refusals.append(error)
+        if not after:
+            raise refusals[0]
+        is_calling = True in after and after[True] != after.get(False)
+        opening = after[is_calling].rpartition(last)[2]
+        return is_calling, opening, opens_reasoning(opening)
 
-    def _examine(
-        self, messages: Sequence[TemplateMessage], *, is_calling: bool
-    ) -> tuple[bool, str, bool]:
-        """Whether messages like these follow calls, the opening of the turn after them, and whether
-        that opens reasoning.
+    def _examine(self, marked: Sequence[TemplateMessage], *, is_calling: bool) -> str:
+        """What the template writes after the assistant's content where messages hold markers.
 
         Refuse a template under which they change what stands before them. The opening of the
         assistant's turn may change: templates of reasoning models leave out the reasoning of
         earlier turns, and an append-only transcript keeps what was sampled.
         """
-        markers = [f"rolloutContentMarker{at}x" for at in range(len(messages))]
-        marked = [
-            {**message, "content": marker}
-            for message, marker in zip(messages, markers, strict=True)
-        ]
         roles = {USER_MARKER: "user", ASSISTANT_MARKER: "assistant"}
-        roles |= dict(zip(markers, (message["role"] for message in messages), strict=True))
+        roles |= {message["content"]: message["role"] for message in marked}
         text = self._render(conversation(marked, is_calling=is_calling), True)
         found = re.findall("|".join(roles), text)
         if found != list(roles):
@@ -262,8 +257,7 @@ class ContinuationRenderer:
         head, user, _ = self._render(conversation(), False).partition(USER_MARKER)
         if not text.startswith(head + user):
             raise unusable("new messages change the text before the first message")
-        opening = self._render_after(marked, is_calling).rpartition(markers[-1])[2]
-        return is_calling, opening, opens_reasoning(opening)
+        return self._render_after(marked, is_calling)
 
 
 def conversation(

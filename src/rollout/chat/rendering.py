@@ -278,8 +278,8 @@ def map_texts(value: Any, change: Callable[[str], str]) -> Any:
 def _list_texts(*values: object) -> list[str]:
     texts, waiting = list[str](), list[Any](values)
     for value in waiting:  # which grows meanwhile
-        is_mapping = isinstance(value, (dict, Mapping))  # tried so, a dict is known at once
-        for item in (*value, *value.values()) if is_mapping else value:
+        is_list = isinstance(value, (list, tuple))
+        for item in value if is_list else (*value, *value.values()):
             if isinstance(item, str):
                 texts.append(item)
             elif isinstance(item, (dict, list, tuple, Mapping)):
