@@ -14,7 +14,7 @@ import itertools
 import re
 from array import array
 from contextlib import suppress
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollout.chat.encoding import TAG, WrittenText
@@ -52,21 +52,6 @@ class TurnEnds(NamedTuple):
     calls: str
 
 
-class Continuation(NamedTuple):
-    """What new messages add after an assistant's turn.
-
-    Attributes:
-        written: The text after the assistant's content.
-        turn_end: What ends the assistant's turn, with which the text starts, e.g.
-            ``<|im_end|>\\n``; may be empty.
-        opens_reasoning: Whether the next turn begins inside reasoning.
-    """
-
-    written: WrittenText
-    turn_end: str
-    opens_reasoning: bool
-
-
 class ContinuationRenderer:
     """Renders new messages as they follow a generated turn. Safe to use from several threads.
 
@@ -82,16 +67,19 @@ class ContinuationRenderer:
         self._source = source
         self._specials = frozenset(encoder.specials.values())
         self._patterns: dict[tuple[tuple[str, ...], ...], tuple[bool, str, bool]] = {}
-        self._encode_turn_end = lru_cache(maxsize=16)(encoder.encode)
 
     def render(
         self, messages: Sequence[TemplateMessage], max_tokens: int | None = None
-    ) -> Continuation:
+    ) -> tuple[WrittenText, str, bool]:
         """What the messages add.
 
         Args:
             messages: As they follow a turn.
             max_tokens: Tokens that there is room for, the turn end included; None for any number.
+
+        Returns:
+            The text after the assistant's content; what of its beginning ends the assistant's turn,
+            e.g. ``<|im_end|>\\n``, or nothing; whether the next turn begins inside reasoning.
 
         Raises:
             TemplateError: The template refuses such messages or cannot be used append-only.
@@ -112,7 +100,7 @@ class ContinuationRenderer:
         turn_end = self.turn_ends.calls if is_calling else self._find_end(written.text)
         if not written.text.endswith(opening):
             opens = ends_with_opening(written.text)
-        return Continuation(written, turn_end, opens)
+        return written, turn_end, opens
 
     @cached_property
     def turn_ends(self) -> TurnEnds:
@@ -156,7 +144,7 @@ class ContinuationRenderer:
         Only a special token tells that a turn is over; text before it (a space, in some
         templates) is then past, and what comes after it may or may not have been sampled.
         """
-        end = self._encode_turn_end(turn_end)
+        end = self._encoder.encode(turn_end)
         if not end or ids[: len(end)] != end:  # what follows may join its last token
             end = end[: common_length(ids, end)] or ids[:1]
         special = 0
@@ -185,8 +173,8 @@ class ContinuationRenderer:
         """The special tokens that open other turns, where nothing else ends the assistant's."""
         for role in ("user", "tool"):
             with suppress(TemplateError):
-                added = self.render([{"role": role, "content": USER_MARKER}])
-                yield from self._find_specials(added.written.text.partition(USER_MARKER)[0])[:1]
+                written, _, _ = self.render([{"role": role, "content": USER_MARKER}])
+                yield from self._find_specials(written.text.partition(USER_MARKER)[0])[:1]
 
     def _find_specials(self, text: str) -> list[int]:
         return [token for token in self._encoder.encode(text) if token in self._specials]

@@ -186,12 +186,12 @@ class ChatTemplate:
         """`observation_ids`, and whether the turn after them begins inside reasoning."""
         adapted = self._renderer.adapted(template_messages(messages))
         room = None if max_tokens is None else max_tokens + TURN_END_ROOM
-        added = self._continuations.render(adapted, room)
-        written = self._expand_media(added.written, adapted, before, room)
+        written, turn_end, opens = self._continuations.render(adapted, room)
+        written = self._expand_media(written, adapted, before, room)
         ids = self.encoder.encode(written, room)
         if after is not None and len(after):
-            ids = ids[self._continuations.past(ids, added.turn_end, after) :]
-        return ids, added.opens_reasoning
+            ids = ids[self._continuations.past(ids, turn_end, after) :]
+        return ids, opens
 
     def opens_reasoning_after(self, messages: Iterable[Message | Mapping[str, Any]]) -> bool:
         """Whether the turn after an observation of `messages` begins inside reasoning.
