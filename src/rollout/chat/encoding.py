@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Place = tuple[int, int]
 
 #: Pieces of text that an encoder remembers, and characters of one at most.
-_REMEMBERED, _LARGEST_PIECE = 2_048, 32_768
+_REMEMBERED, _LARGEST_PIECE = 1_024, 32_768
 #: Markup that some vocabularies (Gemma's) hold as ordinary entries of their table of added tokens.
 _MARKUP = re.compile(
     r"</?(?:a|b|i|p|s|u|h[1-6]|t[dhr]|ol|ul|li|em|br|img|sub|sup|code|strong|table|tbody|thead"
