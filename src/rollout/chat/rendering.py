@@ -80,8 +80,8 @@ class TemplateRenderer:
     @cached_property
     def dialect(self) -> tuple[str, ...]:
         """Which of `DIALECTS` it wants, found by showing the template a call and its result."""
-        arguments, *others = DIALECTS
-        tried = [(*own, *other) for other in ((), *zip(others)) for own in ((), (arguments,))]
+        as_text, *others = ((name,) for name in DIALECTS)
+        tried = [(*own, *other) for other in ((), *others) for own in ((), as_text)]
         return next((each for each in tried if self._takes_calls(each)), ())
 
     def _takes_calls(self, dialect: Iterable[str]) -> bool:
