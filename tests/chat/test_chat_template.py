@@ -296,6 +296,18 @@ def test_template_space_before_the_end_token_is_not_added_behind_it() -> None:
     assert added(STRICT, result, " x") == " </s>[RESULT]abc r[/RESULT]"
 
 
+def test_template_that_writes_results_otherwise_after_a_call_is_shown_one() -> None:
+    source = CHATML.replace(
+        "{{ message.content }}",
+        "{{ message.content }}{{ message.tool_calls }}{% if message.role == 'tool' %}"
+        "{% set calls = messages[loop.index0 - 1].tool_calls %}"
+        " of {{ calls[0].function.name if calls else 'nobody' }}{% endif %}",
+    )
+    result = [Message(role="tool", content="7", name="weather", tool_call_id="abc")]
+    told = "\n<|im_start|>tool\n7 of weather<|im_end|>\n<|im_start|>assistant\n"
+    assert added(source, result, "x<|im_end|>") == told
+
+
 def test_template_turn_that_the_next_opening_ends_is_ended_once() -> None:
     user, tool = Message(role="user", content="u"), Message(role="tool", content="t")
     assert added(OPENING_ENDS, [tool], "call<|observation|>") == "\nt<s>\n"
