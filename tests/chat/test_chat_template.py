@@ -109,7 +109,9 @@ STRICT = """
         {{- '<s>[INST] ' + message.content + ' [/INST]' }}
     {%- elif message.role == 'assistant' %}
         {{- ' ' + message.content }}
-        {%- for call in message.tool_calls or [] %}{{- '[CALL]' + call.id }}{%- endfor %}
+        {%- for call in message.tool_calls or [] %}
+            {{- '[CALL]' + (call.function.arguments | tojson) + call.id }}
+        {%- endfor %}
         {{- ' </s>' }}
     {%- elif message.role == 'tool' %}
         {%- if loop.first or not (messages[loop.index0 - 1].tool_calls
@@ -294,6 +296,18 @@ def test_template_space_before_the_end_token_is_not_added_behind_it() -> None:
     assert added(STRICT, result, " x") == " </s>[RESULT]abc r[/RESULT]"
 
 
+def test_template_that_writes_results_otherwise_after_a_call_is_shown_one() -> None:
+    source = CHATML.replace(
+        "{{ message.content }}",
+        "{{ message.content }}{{ message.tool_calls }}{% if message.role == 'tool' %}"
+        "{% set calls = messages[loop.index0 - 1].tool_calls %}"
+        " of {{ calls[0].function.name if calls else 'nobody' }}{% endif %}",
+    )
+    result = [Message(role="tool", content="7", name="weather", tool_call_id="abc")]
+    told = "\n<|im_start|>tool\n7 of weather<|im_end|>\n<|im_start|>assistant\n"
+    assert added(source, result, "x<|im_end|>") == told
+
+
 def test_template_turn_that_the_next_opening_ends_is_ended_once() -> None:
     user, tool = Message(role="user", content="u"), Message(role="tool", content="t")
     assert added(OPENING_ENDS, [tool], "call<|observation|>") == "\nt<s>\n"
@@ -407,23 +421,28 @@ SECRETIVE = CHATML.replace(
 )
 FORGETFUL = CHATML.replace("messages %", "messages if message.role != 'assistant' %")
 TWICE = CHATML.replace("{% if add", "{{ messages[-1].content }}{% if add")
+#: Writes a call in another way once it is answered, and refuses a result without one.
+LAST_CALLED = CHATML.replace(
+    "{{ message.content }}",
+    "{{ message.content }}{{ message.tool_calls }}{{ 'pending' if loop.last }}"
+    "{% if message.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+    "{{ raise_exception('a result needs a call') }}{% endif %}",
+)
+WRITES = "it writes the contents of [user, assistant, tool] as those of"
 
 
 @pytest.mark.parametrize(
     ("source", "role", "why"),
     [
-        (REVERSED, "tool", "it changes the order of messages"),
+        (REVERSED, "tool", f"{WRITES} [tool, assistant, user]"),
         (COUNTING, "tool", "new messages change the text before the first message"),
-        (QUOTING, "tool", "it writes an earlier user message 2 times"),
-        (FORGETFUL, "tool", "it leaves out the assistant's content"),
-        (TWICE, "user", "it writes the content of 'user' messages more than once"),
-        (
-            SECRETIVE,
-            "tool",
-            "it writes the content of 'tool' messages in another place or not at all",
-        ),
+        (QUOTING, "tool", f"{WRITES} [user, assistant, tool, user]"),
+        (FORGETFUL, "tool", f"{WRITES} [user, tool]"),
+        (TWICE, "tool", f"{WRITES} [user, assistant, tool, tool]"),
+        (LAST_CALLED, "tool", "it writes a call in another way once it is answered"),
+        (SECRETIVE, "tool", f"{WRITES} [user, assistant]"),
     ],
-    ids=["reversed", "counting", "quoting", "forgetful", "twice", "secretive"],
+    ids=["reversed", "counting", "quoting", "forgetful", "twice", "called", "secretive"],
 )
 def test_template_that_is_not_append_only_is_refused_with_the_reason(
     source: str, role: str, why: str
@@ -431,16 +450,6 @@ def test_template_that_is_not_append_only_is_refused_with_the_reason(
     with pytest.raises(TemplateError) as caught:
         template(source).observation_ids([Message(role=role, content="r")], after=[])
     assert str(caught.value) == f"the chat template cannot be used append-only: {why}"
-
-
-def test_template_refusal_with_and_without_a_call_gives_both_reasons() -> None:
-    with pytest.raises(TemplateError) as caught:
-        template(TWICE).observation_ids([Message(role="tool", content="r")], after=[])
-    assert str(caught.value) == (
-        "the chat template cannot be used append-only: it writes the content of 'tool' messages "
-        "more than once; after a tool call: the chat template cannot be used append-only: "
-        "it writes a call in another way once it is answered"
-    )
 
 
 def test_template_missing_or_ambiguous_is_refused() -> None:
@@ -522,6 +531,7 @@ def test_load_chat_template_saved_tokenizer_is_loaded(tmp_path: Path) -> None:
 def test_load_chat_template_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(TemplateError, match=f"^the tokenizer of {tmp_path} cannot be loaded: "):
         load_chat_template(str(tmp_path))
+    byte_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(TemplateError, match=r"no\.jinja cannot be read: "):
         load_chat_template(str(tmp_path), chat_template_path=str(tmp_path / "no.jinja"))
 

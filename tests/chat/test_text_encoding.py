@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from chat_material import VOCABULARIES, chat, tokenizer
-from rollout.chat import ChatTemplate, fast_encoding
+from rollout.chat import ChatTemplate, encoding, fast_encoding
 from rollout.chat.encoding import TextEncoder, WrittenText, get_encoder
 from rollout.chat.fast_encoding import LONG, make_plain_codec
 from rollout.chat.tokenizer_parts import copy_tokenizer, spell_token
@@ -22,7 +22,7 @@ from rollout.errors import TemplateError
 from rollout.testing import simulated_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 TEXTS = st.lists(
     st.one_of(
@@ -237,37 +237,38 @@ def test_encode_by_a_tokenizer_in_python_splits_plain_places() -> None:
 # What is remembered
 
 
-def test_encode_remembers_pieces_within_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoded: list[str] = []
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The pieces that were encoded, as encoders made from now on do."""
+    pieces: list[str] = []
+
+    def make(backend: Any, specials: Iterable[str]) -> tuple[Any, Any]:
+        exact, decode = make_plain_codec(backend, specials)
+
+        def encode(text: str) -> bytes:
+            pieces.append(text)
+            return exact(text)
+
+        return encode, decode
+
+    monkeypatch.setattr(encoding, "make_plain_codec", make)
+    return pieces
+
+
+def test_encode_remembers_so_many_pieces_of_such_a_length(encoded: list[str]) -> None:
     encoder = TextEncoder(simulated_tokenizer())
-
-    def encode(text: str) -> bytes:
-        encoded.append(text)
-        return array("i", list(text.encode())).tobytes()
-
-    monkeypatch.setattr(encoder._piece_ids, "_encode", encode)
-    texts = [f"{number:06d}" + "x" * 100_000 for number in range(100)]
+    texts = [f"piece {number}" for number in range(1025)]
     for text in (*texts, texts[-1], texts[0]):
         assert encoder.encode(text).tobytes() == encoder.encode(text).tobytes()
     assert encoded == [*texts, texts[0]]
-    assert encoder._piece_ids._size <= 32 << 20
-    encoder.encode("y" * 10**6)
-    encoder.encode("y" * 10**6)
-    assert len(encoded) == 103  # too large to be remembered
+    for text in ("x" * 32_768, "y" * 32_769):
+        encoder.encode(text)
+        encoder.encode(text)
+    assert [text[0] for text in encoded[-3:]] == ["x", "y", "y"]
 
 
-def test_prompt_ids_of_prompts_with_one_head_encode_it_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_prompt_ids_of_prompts_with_one_head_encode_it_once(encoded: list[str]) -> None:
     template = ChatTemplate(simulated_tokenizer())
-    encoded: list[str] = []
-    exact = template.encoder._piece_ids._encode
-
-    def encode(text: str) -> bytes:
-        encoded.append(text)
-        return exact(text)
-
-    monkeypatch.setattr(template.encoder._piece_ids, "_encode", encode)
     system = {"role": "system", "content": "Be brief. " * 20}
     for question in ("one", "two", "two"):
         ids = template.prompt_ids([system, {"role": "user", "content": question}])

@@ -466,11 +466,11 @@ class Conversation:
         ids = [message_ids(message) for message in listed]
         if not any(each.answers for each in ids):
             return listed
-        calls = self._history.calls
+        before = self._history.last_turn
         for waiting in self._unsettled:
             if not isinstance(waiting, array):
-                calls = calls.after(map(message_ids, waiting))
-        order = result_order(ids, calls, is_checked=is_checked)
+                before += map(message_ids, waiting)
+        order = result_order(ids, before, is_checked=is_checked)
         return listed if order is None else [listed[at] for at in order]
 
     @contextmanager

@@ -10,7 +10,7 @@ import msgspec
 
 from rollout.agents.turn import make_message
 from rollout.chat.messages import Messages, template_messages, with_results_as_user
-from rollout.chat.result_order import NO_CALLS, TurnCalls, message_ids
+from rollout.chat.result_order import MessageIds, message_ids
 from rollout.chat.trajectory import BRANCH, COMPACTION
 from rollout.chat.transcript import Transcript, append_split, common_length
 from rollout.errors import AgentError
@@ -130,16 +130,16 @@ class History:
         return self.transcript.prefix.slice(last.turn_start)
 
     @property
-    def calls(self) -> TurnCalls:
-        """The calls that the next results answer: those of the last turn, whoever gave it."""
+    def last_turn(self) -> list[MessageIds]:
+        """The last turn, whoever gave it, and what follows: its calls the next results answer."""
         if self.turn_start is not None:
-            return NO_CALLS
+            return []
         silent = {at for at, turn in self.turns.items() if turn is SILENT}
         last = len(self._added) - 1
         while last > 0 and (last in silent or self._added[last].role != "assistant"):
             last -= 1
         spoken = (at for at in range(last, len(self._added)) if at not in silent)
-        return NO_CALLS.after(message_ids(self._added[at]) for at in spoken)
+        return [message_ids(self._added[at]) for at in spoken]
 
     def decode_turns(self) -> dict[int, str]:
         """The text that the model sampled, by position in `messages`."""

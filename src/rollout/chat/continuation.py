@@ -11,10 +11,11 @@ keys), on contents of our own. The messages themselves are rendered each time.
 from __future__ import annotations
 
 import itertools
+import re
 from array import array
 from contextlib import suppress
-from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollout.chat.encoding import TAG, WrittenText
 from rollout.chat.messages import template_call
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
 #: Letters only, so that templates which trim or JSON-encode contents leave them recognisable.
 USER_MARKER = "rolloutUserMarker"
 ASSISTANT_MARKER = "rolloutAnswerMarker"
-#: What the placeholder assistant says: text; text and calls, since some templates refuse results
-#: without a call; or calls alone, since some write the text after the results (Gemma 4).
-Answer = Literal["words", "words and calls", "calls"]
 #: Ends of a turn that some templates never write, or only of turns that call what they know.
 OTHER_ENDS = ("<|eom_id|>",)
 #: Patterns of messages that are remembered: clients of a gateway choose the keys.
@@ -54,21 +52,6 @@ class TurnEnds(NamedTuple):
     calls: str
 
 
-class Continuation(NamedTuple):
-    """What new messages add after an assistant's turn.
-
-    Attributes:
-        written: The text after the assistant's content.
-        turn_end: What ends the assistant's turn, with which the text starts, e.g.
-            ``<|im_end|>\\n``; may be empty.
-        opens_reasoning: Whether the next turn begins inside reasoning.
-    """
-
-    written: WrittenText
-    turn_end: str
-    opens_reasoning: bool
-
-
 class ContinuationRenderer:
     """Renders new messages as they follow a generated turn. Safe to use from several threads.
 
@@ -83,42 +66,41 @@ class ContinuationRenderer:
         self._encoder = encoder
         self._source = source
         self._specials = frozenset(encoder.specials.values())
-        self._patterns: dict[tuple[object, ...], tuple[Answer, str, bool]] = {}
-        self._calls = lru_cache(maxsize=256)(self._render_calls)
-        self._turn_end_ids = lru_cache(maxsize=16)(encoder.encode)
+        self._patterns: dict[tuple[tuple[str, ...], ...], tuple[bool, str, bool]] = {}
 
     def render(
         self, messages: Sequence[TemplateMessage], max_tokens: int | None = None
-    ) -> Continuation:
+    ) -> tuple[WrittenText, str, bool]:
         """What the messages add.
 
         Args:
             messages: As they follow a turn.
             max_tokens: Tokens that there is room for, the turn end included; None for any number.
 
+        Returns:
+            The text after the assistant's content; what of its beginning ends the assistant's turn,
+            e.g. ``<|im_end|>\\n``, or nothing; whether the next turn begins inside reasoning.
+
         Raises:
             TemplateError: The template refuses such messages or cannot be used append-only.
             TooManyTokens: They certainly have more than `max_tokens`.
         """
-        key = tuple([(message["role"], *sorted(message)) for message in messages])
+        key = tuple([(message["role"], *message) for message in messages])
         pattern = self._patterns.get(key)
         if pattern is None:
             if len(self._patterns) >= _PATTERNS:
                 self._patterns.clear()
-            answer, opening = self._find_answer(messages)
-            pattern = self._patterns[key] = answer, opening, opens_reasoning(opening)
-        answer, opening, opens = pattern
-        turn_end = ""
+            pattern = self._patterns[key] = self._find_pattern(messages)
+        is_calling, opening, opens = pattern
 
         def render(marked: Sequence[TemplateMessage], _: object) -> str:
-            nonlocal turn_end
-            text, turn_end = self._render_after(answer, marked)
-            return text
+            return self._render_after(marked, is_calling)
 
         written = render_escaped(render, self._encoder, messages, None, max_tokens)
+        turn_end = self.turn_ends.calls if is_calling else self._find_end(written.text)
         if not written.text.endswith(opening):
             opens = ends_with_opening(written.text)
-        return Continuation(written, turn_end, opens)
+        return written, turn_end, opens
 
     @cached_property
     def turn_ends(self) -> TurnEnds:
@@ -130,15 +112,20 @@ class ContinuationRenderer:
             TemplateError: It refuses such a conversation.
         """
         end = after_answer(self._render(conversation(), False))
-        result = {"role": "tool", "content": ""}
+        after_calls = self._after_call
+        if after_calls is None or after_calls.endswith(end):
+            return TurnEnds(end, end)
+        specials = list(self._encoder.pattern.finditer(after_calls))
+        return TurnEnds(end, after_calls[specials[-1].start() :] if specials else end)
+
+    @cached_property
+    def _after_call(self) -> str | None:
+        """What a turn has after its call; None where the template writes none in its history."""
+        exchange = conversation([{"role": "tool", "content": ""}], is_calling=True)[:2]
         try:
-            calling = self._render(conversation([result], "words and calls")[:2], False)
+            return after_answer(self._render(exchange, False))
         except TemplateError:
-            return TurnEnds(end, end)
-        specials = list(self._encoder.pattern.finditer(calling))
-        if calling.endswith(end) or not specials:
-            return TurnEnds(end, end)
-        return TurnEnds(end, calling[specials[-1].start() :])
+            return None
 
     def stop_ids(self) -> Iterable[int]:
         """The special tokens that end a turn, in order, or else those that open the turns after."""
@@ -151,14 +138,15 @@ class ContinuationRenderer:
         ends = self.turn_ends
         return tuple(self._find_specials(ends.calls if is_call else ends.text)[:1])
 
-    def past(self, ids: Sequence[int], turn_end: str, after: Sequence[int]) -> int:
+    def past(self, ids: array[int], turn_end: str, after: Sequence[int]) -> int:
         """How many of the first `ids` need not follow `after`, because they end it already.
 
         Only a special token tells that a turn is over; text before it (a space, in some
         templates) is then past, and what comes after it may or may not have been sampled.
         """
-        end = self._turn_end_ids(turn_end)  # of which `ids` start with a part
-        end = end[: common_length(ids, end)] or array("i", ids[:1])
+        end = self._encoder.encode(turn_end)
+        if not end or ids[: len(end)] != end:  # what follows may join its last token
+            end = end[: common_length(ids, end)] or ids[:1]
         special = 0
         while special < len(end) and end[special] not in self._specials:
             special += 1
@@ -185,37 +173,26 @@ class ContinuationRenderer:
         """The special tokens that open other turns, where nothing else ends the assistant's."""
         for role in ("user", "tool"):
             with suppress(TemplateError):
-                added = self.render([{"role": role, "content": USER_MARKER}])
-                yield from self._find_specials(added.written.text.partition(USER_MARKER)[0])[:1]
+                written, _, _ = self.render([{"role": role, "content": USER_MARKER}])
+                yield from self._find_specials(written.text.partition(USER_MARKER)[0])[:1]
 
     def _find_specials(self, text: str) -> list[int]:
         return [token for token in self._encoder.encode(text) if token in self._specials]
 
-    def _render_after(self, answer: Answer, messages: Sequence[TemplateMessage]) -> tuple[str, str]:
-        """The text after the assistant's content, and the turn end that it starts with."""
-        ends = self.turn_ends
-        exchange = conversation(messages, answer)
-        text = self._render(exchange, True)
-        if answer == "words":
-            after = after_answer(text)
-            return after, self._find_end(after, ends.text)
-        if ASSISTANT_MARKER in text:  # what stands before it may change, see `_examine`
-            key = [(call["id"], call["function"]["name"]) for call in exchange[1]["tool_calls"]]
-            calling, text = self._calls(tuple(key)), after_answer(text)
-        else:
-            calling = self._render(exchange[:2], False)
-        if not (calling.endswith(ends.calls) and text.startswith(calling)):
+    def _render_after(self, messages: Sequence[TemplateMessage], is_calling: bool) -> str:
+        """The text after the assistant's content, which starts with the end of the turn."""
+        exchange = conversation(messages, is_calling=is_calling)
+        text = after_answer(self._render(exchange, True))
+        if not is_calling:
+            return text
+        alone, end = after_answer(self._render(exchange[:2], False)), self.turn_ends.calls
+        if not (alone.endswith(end) and text.startswith(alone)):
             raise unusable("it writes a call in another way once it is answered")
-        return ends.calls + text[len(calling) :], ends.calls
+        return end + text[len(alone) :]
 
-    def _render_calls(self, calls: tuple[tuple[str, str], ...]) -> str:
-        """What the placeholder turn has after its content, where nothing follows these calls."""
-        question, answer = conversation()
-        answer["tool_calls"] = [template_call(call_id, name, {}) for call_id, name in calls]
-        return after_answer(self._render([question, answer], False))
-
-    def _find_end(self, after: str, end: str) -> str:
+    def _find_end(self, after: str) -> str:
         """What of `after` ends the turn: some templates end it otherwise once something follows."""
+        end = self.turn_ends.text
         if not end or after.startswith(end):
             return end
         special = self._encoder.pattern.search(after)
@@ -224,68 +201,65 @@ class ContinuationRenderer:
             return common_prefix(end, after, self._encoder)
         return other
 
-    def _find_answer(self, messages: Sequence[TemplateMessage]) -> tuple[Answer, str]:
-        """The answer that messages like these can follow, and what follows their last content.
+    def _find_pattern(self, messages: Sequence[TemplateMessage]) -> tuple[bool, str, bool]:
+        """Whether messages like these must follow a call, the opening of the turn after them, and
+        whether that opens reasoning.
+
+        Results follow a call where the template then writes them in another way than after a text.
 
         Raises:
             TemplateError: The template refuses them or cannot be used append-only.
         """
-        if messages[0]["role"] != "tool":
-            return "words", self._examine(messages, "words")
-        answers: tuple[Answer, ...] = ("words and calls", "calls", "words")
-        refusals = []
-        for answer in answers:
-            try:
-                return answer, self._examine(messages, answer)
-            except TemplateError as error:
-                refusals.append(error)
-        calling, _, plain = refusals
-        if str(calling) == str(plain):
-            raise plain
-        raise TemplateError(f"{plain}; after a tool call: {calling}") from calling
-
-    def _examine(self, messages: Sequence[TemplateMessage], answer: Answer) -> str:
-        """The opening of the turn after messages like these.
-
-        Refuse a template under which they change what stands before them. The opening of the
-        assistant's turn may change: templates of reasoning models leave out the reasoning of
-        earlier turns, and an append-only transcript keeps what was sampled. Contents beside a call
-        are left out by some, and nothing of ours follows them.
-        """
-        markers = [f"rolloutContentMarker{at}x" for at in range(len(messages))]
+        *_, last = markers = [f"rolloutContentMarker{at}x" for at in range(len(messages))]
         marked = [
             {**message, "content": marker}
             for message, marker in zip(messages, markers, strict=True)
         ]
-        text = self._render(conversation(marked, answer), True)
-        if answer == "words":
-            after_answer(text)
-        for marker, what in ((USER_MARKER, "user"), (ASSISTANT_MARKER, "assistant")):
-            times = text.count(marker)
-            if times != 1 and not (what == "assistant" and answer != "words" and times == 0):
-                raise unusable(f"it writes an earlier {what} message {times} times")
-        head = text.partition(USER_MARKER)[0]
-        if ASSISTANT_MARKER in head:
-            raise unusable("it changes the order of messages")
-        if head != self._render(conversation(), False).partition(USER_MARKER)[0]:
+        may_call = messages[0]["role"] == "tool" and self._after_call is not None
+        after, refusals = dict[bool, str](), list[TemplateError]()
+        for is_calling in (True, False) if may_call else (False,):
+            try:
+                after[is_calling] = self._examine(marked, is_calling=is_calling)
+            except TemplateError as error:
+                refusals.append(error)
+        if not after:
+            raise refusals[0]
+        is_calling = True in after and after[True] != after.get(False)
+        opening = after[is_calling].rpartition(last)[2]
+        return is_calling, opening, opens_reasoning(opening)
+
+    def _examine(self, marked: Sequence[TemplateMessage], *, is_calling: bool) -> str:
+        """What the template writes after the assistant's content where messages hold markers.
+
+        Refuse a template under which they change what stands before them. The opening of the
+        assistant's turn may change: templates of reasoning models leave out the reasoning of
+        earlier turns, and an append-only transcript keeps what was sampled.
+        """
+        roles = {USER_MARKER: "user", ASSISTANT_MARKER: "assistant"}
+        roles |= {message["content"]: message["role"] for message in marked}
+        text = self._render(conversation(marked, is_calling=is_calling), True)
+        found = re.findall("|".join(roles), text)
+        if found != list(roles):
+            expected, written = ", ".join(roles.values()), ", ".join(map(roles.__getitem__, found))
+            raise unusable(f"it writes the contents of [{expected}] as those of [{written}]")
+        head, user, _ = self._render(conversation(), False).partition(USER_MARKER)
+        if not text.startswith(head + user):
             raise unusable("new messages change the text before the first message")
-        rest, _ = self._render_after(answer, marked)
-        for marker, message in zip(markers, messages, strict=True):
-            _, found, rest = rest.partition(marker)
-            if not found or marker in rest:
-                how = "in another place or not at all" if not found else "more than once"
-                raise unusable(f"it writes the content of {message['role']!r} messages {how}")
-        return rest
+        return self._render_after(marked, is_calling)
 
 
 def conversation(
-    messages: Sequence[TemplateMessage] = (), answer: Answer = "words"
+    messages: Sequence[TemplateMessage] = (), *, is_calling: bool = False
 ) -> list[TemplateMessage]:
-    """The exchange, then `messages`; where the assistant calls, it calls their tools."""
-    content = "" if answer == "calls" else ASSISTANT_MARKER
-    turn: TemplateMessage = {"role": "assistant", "content": content}
-    if answer != "words":
-        turn["tool_calls"] = list_answered_calls(messages)
+    """The exchange, then `messages`; an assistant that is calling calls their tools.
+
+    Beside a call some templates leave out the content, so that the marker is an argument then.
+    """
+    turn: TemplateMessage = {"role": "assistant", "content": ASSISTANT_MARKER}
+    if is_calling:
+        calls = list_answered_calls(messages)
+        calls[0]["function"]["arguments"] = {"marker": ASSISTANT_MARKER}
+        turn = {"role": "assistant", "content": "", "tool_calls": calls}
     return [{"role": "user", "content": USER_MARKER}, turn, *messages]
 
 

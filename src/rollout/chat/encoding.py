@@ -1,22 +1,19 @@
 """Text to token ids: the text of a template → pieces between its special tokens → ids.
 
 A `TextEncoder` splits a text at the special tokens that the template wrote, encodes each piece
-between two of them as plain text, and remembers it by its exact text: the system's message with the
-tools is encoded once for thousands of prompts, and a question once for all members of a group.
+between two of them as plain text, and remembers the last pieces by their exact text: the system's
+message with the tools is encoded once for many prompts, and a question once for a group.
 
-Where a tokenizer cannot be split so, the whole text is encoded.
+Where a tokenizer cannot be split so, the whole text is encoded, unless contents spell special
+tokens.
 """
 
 from __future__ import annotations
 
 import re
-import sys
-import threading
 import weakref
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,13 +24,12 @@ from rollout.chat.tokenizer_parts import (
     can_be_split,
     copy_tokenizer,
     longest_token,
-    make_plain_tokenizer,
     match_any,
 )
 from rollout.errors import TemplateError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from transformers import PreTrainedTokenizerBase
 
@@ -42,15 +38,8 @@ if TYPE_CHECKING:
 #: Where text must be kept from being read as special tokens: ``[start, stop)``.
 Place = tuple[int, int]
 
-#: Ids of the texts around special tokens, with those tokens between.
-MarkedEncode = Callable[[Sequence[str]], "array[int]"]
-
-#: Bytes of pieces, texts and ids together, that an encoder remembers, and of one piece at most.
-_REMEMBERED, _LARGEST_PIECE = 4 << 20, 1 << 20
-#: What an entry of a dict takes beside its text and ids.
-_ENTRY = 150
-#: Begins and ends the tokens that stand for special ones; of a private plane, so in no text.
-_BOUNDARY = "\U000f5a17"
+#: Pieces of text that an encoder remembers, and characters of one at most.
+_REMEMBERED, _LARGEST_PIECE = 1_024, 32_768
 #: Markup that some vocabularies (Gemma's) hold as ordinary entries of their table of added tokens.
 _MARKUP = re.compile(
     r"</?(?:a|b|i|p|s|u|h[1-6]|t[dhr]|ol|ul|li|em|br|img|sub|sup|code|strong|table|tbody|thead"
@@ -87,14 +76,14 @@ class WrittenText(msgspec.Struct, frozen=True):
 class TextEncoder:
     """Text to ids by one tokenizer, no special token added. Get one by `get_encoder`.
 
-    A tokenizer that transformers runs in Python encodes whole texts, and those with plain places
-    piece by piece. Safe to use from several threads.
+    A tokenizer that cannot be split, or that transformers runs in Python, encodes whole texts, and
+    those with plain places piece by piece. Safe to use from several threads.
 
     Attributes:
         specials: Spelling and id of each token that a template may write: those marked special,
             and the other added ones that are neither white space nor markup.
         tags: Those that assistants write themselves, so that their words in a prompt may hold them.
-        pattern: Matches each spelling of `specials`.
+        pattern: Matches each spelling of `specials`, as its only group.
         added: How many added tokens the tokenizer had.
     """
 
@@ -104,23 +93,22 @@ class TextEncoder:
         own = (THINK, END_THINK)
         tags = (each for each in tokens.values() if TAG.fullmatch(each.content))
         self.tags = {tag.content for tag in tags if not tag.special or tag.content in own}
-        self.pattern = match_any(self.specials)
+        self.pattern = re.compile(f"({match_any(self.specials).pattern})")
         self.added = len(tokens)
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._encode_whole: Encode | None = None
-        self._encode_marked: MarkedEncode | None = None
         if self._backend is None:
             self._decode: Decode = lambda ids: str(
                 tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
             )
-            encode: Encode = partial(_encode_in_python, tokenizer, split_special_tokens=True)
-            self._encode_whole = partial(_encode_in_python, tokenizer)
+            encode = partial(_encode_in_python, tokenizer)
+            self._encode_plain: Encode = partial(encode, split_special_tokens=True)
+            self._encode_whole = encode
         else:
-            encode, self._decode = make_plain_codec(self._backend, self.specials)
+            self._encode_plain, self._decode = make_plain_codec(self._backend, self.specials)
             if not can_be_split(self._backend):
                 self._encode_whole = make_encoder(copy_tokenizer(self._backend))
-                self._encode_marked = _make_marked_encoder(self._backend, self.specials)
-        self._piece_ids = _PieceMemory(encode)
+        self._remember = lru_cache(_REMEMBERED)(self._encode_plain)
 
     def encode(self, written: WrittenText | str, max_tokens: int | None = None) -> array[int]:
         """The ids; special tokens are recognised outside the plain places only.
@@ -138,15 +126,13 @@ class TextEncoder:
         self.refuse_beyond(max_tokens, written.text)
         if self._encode_whole is not None and not written.plain:
             return array("i", self._encode_whole(written.text))
-        parts = self.split(written)
-        if self._encode_marked is not None and _BOUNDARY not in written.text:
-            return self._encode_marked(parts)
         ids: array[int] = array("i")
-        for at, part in enumerate(parts):
+        for at, part in enumerate(self.split(written)):
             if at % 2:
                 ids.append(self.specials[part])
             elif part:
-                ids.frombytes(self._piece_ids(part))
+                is_large = len(part) > _LARGEST_PIECE
+                ids.frombytes(self._encode_plain(part) if is_large else self._remember(part))
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -178,67 +164,14 @@ class TextEncoder:
     def split(self, written: WrittenText) -> list[str]:
         """The texts around the special tokens that the template wrote, and those tokens between."""
         text, parts, at, start = written.text, list[str](), 0, 0
+        if not written.plain:
+            return self.pattern.split(text)
         for plain_start, plain_stop in (*written.plain, (len(text),) * 2):
             for match in self.pattern.finditer(text, start, plain_start):
                 parts += (text[at : match.start()], match[0])
                 at = match.end()
             start = plain_stop
         return [*parts, text[at:]]
-
-
-class _PieceMemory:
-    """The ids of pieces of text, as bytes; those that were used longest ago are forgotten first."""
-
-    def __init__(self, encode: Encode) -> None:
-        self._encode = encode
-        self._lock = threading.Lock()
-        self._known: OrderedDict[str, bytes] = OrderedDict()
-        self._size = 0
-
-    def __call__(self, piece: str) -> bytes:
-        try:
-            self._known.move_to_end(piece)
-            return self._known[piece]
-        except KeyError:  # unknown, or another thread has just had it forgotten
-            ids = self._encode(piece)
-        size = _measure(piece, ids)
-        if size <= _LARGEST_PIECE:
-            with self._lock:
-                self._size += size if piece not in self._known else 0
-                self._known[piece] = ids
-                while self._size > _REMEMBERED:
-                    self._size -= _measure(*self._known.popitem(last=False))
-        return ids
-
-
-def _measure(piece: str, ids: bytes) -> int:
-    return sys.getsizeof(piece) + sys.getsizeof(ids) + _ENTRY
-
-
-def _make_marked_encoder(backend: Any, specials: Mapping[str, int]) -> MarkedEncode:
-    """Encodes texts with special tokens between them as one, in which marks stand for the tokens.
-
-    Its tokenizer reads every special token of the vocabulary as text. A mark takes the white space
-    around it as its special token does.
-    """
-    from tokenizers import AddedToken
-
-    own, tokens = make_plain_tokenizer(backend, specials), backend.get_added_tokens_decoder()
-    marks = {name: f"{_BOUNDARY}{name}{_BOUNDARY}" for name in specials}
-    for name, mark in marks.items():
-        token = tokens[specials[name]]
-        own.add_tokens(
-            [AddedToken(mark, lstrip=token.lstrip, rstrip=token.rstrip, normalized=False)]
-        )
-    special_ids = {own.token_to_id(mark): specials[name] for name, mark in marks.items()}
-    encode_text = make_encoder(own)
-
-    def encode(parts: Sequence[str]) -> array[int]:
-        text = "".join(marks[part] if at % 2 else part for at, part in enumerate(parts))
-        ids = array("i", encode_text(text))
-        return array("i", [special_ids.get(token_id, token_id) for token_id in ids])
-
-    return encode
 
 
 #: Encoders are heavy, and several templates may share a tokenizer.

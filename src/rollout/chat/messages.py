@@ -105,7 +105,8 @@ def _write_message(message: Message) -> TemplateMessage:
         written["tool_call_id"] = message.tool_call_id
     if message.name is not None:
         written["name"] = message.name
-    return {**written, **message.fields}
+    written.update(message.fields)
+    return written
 
 
 def _read_message(where: str, message: object) -> Message:

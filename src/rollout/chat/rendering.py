@@ -13,13 +13,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from rollout.chat.encoding import Place, WrittenText
-from rollout.chat.messages import (
-    DIALECTS,
-    TemplateMessage,
-    as_parts,
-    template_call,
-    with_arguments_as_text,
-)
+from rollout.chat.messages import DIALECTS, TemplateMessage, as_parts, template_call
 from rollout.errors import TemplateError
 from rollout.utf8 import check_encodable
 
@@ -74,9 +68,7 @@ class TemplateRenderer:
         Raises:
             TemplateError: The template refuses the messages.
         """
-        text = self._render(self.adapted(messages), add_generation_prompt, tools)
-        check_encodable(text)
-        return text
+        return self._render(self.adapted(messages), add_generation_prompt, tools)
 
     def adapted(self, messages: Sequence[TemplateMessage]) -> Sequence[TemplateMessage]:
         """`messages` with tool calls and results as the template wants them."""
@@ -88,42 +80,29 @@ class TemplateRenderer:
     @cached_property
     def dialect(self) -> tuple[str, ...]:
         """Which of `DIALECTS` it wants, found by showing the template a call and its result."""
-        arguments, *others = DIALECTS
-        own = (arguments,) if self._wants_text() else ()
-        tried = (own, *((*own, other) for other in others))
-        return next((each for each in tried if self._takes_results(each)), own)
+        as_text, *others = ((name,) for name in DIALECTS)
+        tried = [(*own, *other) for other in ((), *others) for own in ((), as_text)]
+        return next((each for each in tried if self._takes_calls(each)), ())
+
+    def _takes_calls(self, dialect: Iterable[str]) -> bool:
+        """Whether it takes a call and its result so, and writes no arguments as Python's."""
+        call = template_call("call_0", "tool", {"rolloutKey": "rolloutValue"})
+        calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+        result = {"role": "tool", "content": "r", "name": "tool", "tool_call_id": "call_0"}
+        text = _try(self._render, _adapt([_USER, calling, result], dialect), True)
+        return bool(text) and str(call["function"]["arguments"]) not in text
 
     @cached_property
     def _takes_parts_only(self) -> bool:
         """Whether it leaves out a content that is a string (LLaVA): as parts it writes it."""
-        if not self._reads_media:
-            return False
-        text = _try(self._apply, [{"role": "user", "content": _PROBE}], True, None)
-        return text is None or _PROBE not in text
+        probe = [{"role": "user", "content": _PROBE}]
+        return self._reads_media and _PROBE not in _try(self._apply, probe, True, None)
 
     @cached_property
     def _no_tools(self) -> list[Any] | None:
         """What stands for no tools: some templates iterate over them without checking (Hermes)."""
-        needs_list = _try(self._apply, [_USER], True, None) is None
-        return [] if needs_list and _try(self._apply, [_USER], True, []) is not None else None
-
-    def _wants_text(self) -> bool:
-        call = template_call("abcdefghi", "tool", {"rolloutKey": "rolloutValue"})
-        messages = [_USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        text = _try(self._render, messages, False)
-        if text is not None:
-            return str(call["function"]["arguments"]) in text
-        text = _try(self._render, with_arguments_as_text(messages), False)
-        return text is not None and '"rolloutValue"' in text
-
-    def _takes_results(self, dialect: Iterable[str]) -> bool:
-        calls = [template_call("call_0", "tool", {})]
-        result = {"role": "tool", "content": "r", "name": "tool", "tool_call_id": "call_0"}
-        calling: TemplateMessage = {"role": "assistant", "content": "", "tool_calls": calls}
-        return any(
-            _try(self._render, _adapt([_USER, answer, result], dialect), True) is not None
-            for answer in (calling, {"role": "assistant", "content": "a"})
-        )
+        needs_list = not _try(self._apply, [_USER], True, None)
+        return [] if needs_list and _try(self._apply, [_USER], True, []) else None
 
     def _render(
         self,
@@ -163,8 +142,8 @@ class TemplateRenderer:
         except Exception as error:  # a template is foreign code and raises what it likes
             roles = ", ".join(message["role"] for message in messages)
             raise TemplateError(f"the chat template refuses [{roles}]: {error}") from error
-        assert isinstance(text, str)
-        return text
+        check_encodable(text)
+        return str(text)
 
     @cached_property
     def _compiled(self) -> Any:
@@ -212,12 +191,12 @@ def _adapt(messages: Sequence[TemplateMessage], dialect: Iterable[str]) -> list[
     return adapted
 
 
-def _try(render: Callable[..., str], *conversation: Any) -> str | None:
-    """What a template makes of a conversation; None where it refuses that."""
+def _try(render: Callable[..., str], *conversation: Any) -> str:
+    """What a template makes of a conversation; "" where it refuses that."""
     try:
         return render(*conversation)
     except TemplateError:
-        return None
+        return ""
 
 
 def render_escaped(
@@ -240,7 +219,7 @@ def render_escaped(
     """
     text = render(messages, tools)
     encoder.refuse_beyond(max_tokens, text)
-    if not encoder.pattern.search("\0".join(_list_texts([messages, tools or ()]))):
+    if not encoder.pattern.search("\0".join(_list_texts(messages, tools or ()))):
         return WrittenText(text)
     word = "rolloutSpecialToken"  # letters, which templates leave as they are
     while word in text:
@@ -296,14 +275,13 @@ def map_texts(value: Any, change: Callable[[str], str]) -> Any:
     return [map_texts(each, change) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _list_texts(value: object) -> list[str]:
-    found, texts = [value], list[str]()
-    for item in found:  # which grows meanwhile
-        if isinstance(item, str):
-            texts.append(item)
-        elif isinstance(item, (dict, Mapping)):  # tried in this order, a dict is known at once
-            found += item
-            found += item.values()
-        elif isinstance(item, (list, tuple)):
-            found += item
+def _list_texts(*values: object) -> list[str]:
+    texts, waiting = list[str](), list[Any](values)
+    for value in waiting:  # which grows meanwhile
+        is_list = isinstance(value, (list, tuple))
+        for item in value if is_list else (*value, *value.values()):
+            if isinstance(item, str):
+                texts.append(item)
+            elif isinstance(item, (dict, list, tuple, Mapping)):
+                waiting.append(item)
     return texts

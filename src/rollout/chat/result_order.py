@@ -28,52 +28,21 @@ class MessageIds(NamedTuple):
     answers: str = ""
 
 
-class TurnCalls(NamedTuple):
-    """The calls of a turn that messages follow.
-
-    Attributes:
-        ids: Of the calls, in order.
-        answered: Those of them that have their results.
-    """
-
-    ids: tuple[str, ...] = ()
-    answered: frozenset[str] = frozenset()
-
-    def after(self, messages: Iterable[MessageIds]) -> TurnCalls:
-        """Those that what comes next follows, once these messages are said."""
-        ids, answered = self
-        for role, calls, answers in messages:
-            if role == "assistant":
-                ids, answered = calls, frozenset()
-            elif role == "tool" and answers:
-                answered |= {answers}
-        return TurnCalls(ids, answered)
-
-
-NO_CALLS = TurnCalls()
-
-
 def message_ids(message: object) -> MessageIds:
     """Those of a `Message`, or of a mapping; of anything else, none."""
     role: Any
     calls: Any
-    answers: Any
     if isinstance(message, Message):
         role, calls, answers = message.role, message.tool_calls, message.tool_call_id
     elif isinstance(message, Mapping):
-        role, calls = message.get("role"), message.get("tool_calls")
-        answers = message.get("tool_call_id")
+        role, calls, answers = map(message.get, ("role", "tool_calls", "tool_call_id"))
     else:
         return MessageIds("")
-    if role == "assistant":
-        return MessageIds(role, _call_ids(calls))
-    return MessageIds(str(role), (), str(answers or "") if role == "tool" else "")
-
-
-def _call_ids(calls: Any) -> tuple[str, ...]:
-    if calls is None or isinstance(calls, str | bytes | Mapping) or not isinstance(calls, Iterable):
-        return ()  # what is no list of calls is refused where it is converted
-    return tuple(map(_call_id, calls))
+    if role != "assistant":
+        return MessageIds(str(role), (), str(answers or "") if role == "tool" else "")
+    if not isinstance(calls, Iterable) or isinstance(calls, str | bytes | Mapping):
+        calls = ()  # what is no list of calls is refused where it is converted
+    return MessageIds(role, tuple(map(_call_id, calls)))
 
 
 def _call_id(call: object) -> str:
@@ -93,7 +62,7 @@ def order_messages(messages: list[Message]) -> list[Message]:
 
 
 def result_order(
-    messages: Sequence[MessageIds], before: TurnCalls = NO_CALLS, *, is_checked: bool = True
+    messages: Sequence[MessageIds], before: Iterable[MessageIds] = (), *, is_checked: bool = True
 ) -> list[int] | None:
     """The order in which each turn's results are in that of its calls; None: as they are.
 
@@ -101,54 +70,54 @@ def result_order(
 
     Args:
         messages: In the order given.
-        before: The calls of the turn that the first of them follow.
+        before: Those before them, from the turn on whose calls the first results answer.
         is_checked: False orders what can be ordered and refuses nothing.
 
     Raises:
         TemplateError: Two calls of a turn, or two results, have the same id; a result's is that of
             none of the calls; or a call has no result where others have. Names the id.
     """
-    turns = [("the turn before them", before, list[int]())]
-    for at, message in enumerate(messages):
+    turn, calls, answered = "the turn before them", tuple[str, ...](), set[str]()
+    for message in before:
         if message.role == "assistant":
-            turns.append((f"messages[{at}]", TurnCalls(message.calls), []))
-        elif message.role == "tool" and message.answers:
-            turns[-1][2].append(at)
-    order = list(range(len(messages)))
-    for turn, calls, results in turns:
-        if is_checked:
-            _refuse_doubled(turn, calls, before)
+            calls, answered = message.calls, set()
+        answered.add(message.answers)
+    order, results = list(range(len(messages))), list[int]()
+    for at, message in enumerate((*messages, MessageIds("assistant"))):
+        if message.role != "assistant":
+            results += [at] if message.answers else []
+            continue
+        answers = {each: messages[each].answers for each in results}
         if is_checked and results:
-            _check(turn, calls, results, [messages[at].answers for at in results])
-        rank = {call: at for at, call in enumerate(calls.ids)}
-        known = [at for at in results if messages[at].answers in rank]
-        ordered = sorted(known, key=lambda at: rank[messages[at].answers])
-        for place, at in zip(known, ordered, strict=True):
-            order[place] = at
+            _check_results(turn, calls, answered, answers)
+        rank = {call: number for number, call in enumerate(calls)}
+        known = [each for each in results if answers[each] in rank]
+        ordered = sorted(known, key=lambda each: rank[answers[each]])
+        for position, each in zip(known, ordered, strict=True):
+            order[position] = each
+        turn, calls, answered, results = f"messages[{at}]", message.calls, set(), []
+        doubled = [call for call, count in Counter(calls).items() if call and count > 1]
+        if is_checked and doubled:
+            raise TemplateError(f"{turn}: two of its calls have the id {doubled[0]!r}")
     return None if order == list(range(len(order))) else order
 
 
-def _refuse_doubled(turn: str, calls: TurnCalls, before: TurnCalls) -> None:
-    ids = calls.ids
-    doubled = next((each for at, each in enumerate(ids) if each and each in ids[:at]), None)
-    if doubled is not None and calls is not before:  # the model may have given two calls one id
-        raise TemplateError(f"{turn}: two of its calls have the id {doubled!r}")
-
-
-def _check(turn: str, calls: TurnCalls, results: Sequence[int], ids: Sequence[str]) -> None:
-    known = Counter(filter(None, calls.ids))  # the model may have given two calls one id
+def _check_results(
+    turn: str, calls: Sequence[str], answered: set[str], answers: Mapping[int, str]
+) -> None:
+    """Refuse results, ids of calls by their positions, that are not those of a turn's calls."""
+    known = Counter(filter(None, calls))  # the model may have given two calls one id
     found = Counter[str]()
-    for at, each in zip(results, ids, strict=True):
-        found[each] += 1
-        if found[each] > (known[each] or 1) or each in calls.answered:
-            raise TemplateError(f"messages[{at}]: a second result of the call {each!r}")
-        if known and each not in known:
+    for at, call in answers.items():
+        found[call] += 1
+        if found[call] > (known[call] or 1) or call in answered:
+            raise TemplateError(f"messages[{at}]: a second result of the call {call!r}")
+        if known and call not in known:
             expected = ", ".join(map(repr, known))
             raise TemplateError(
-                f"messages[{at}]: a result of the call {each!r}, which {turn} has not; "
+                f"messages[{at}]: a result of the call {call!r}, which {turn} has not; "
                 f"expected one of {expected}"
             )
-    missing = [each for each in known if each not in found and each not in calls.answered]
-    if missing:
-        names = ", ".join(map(repr, missing))
+    if missing := [repr(call) for call in known if call not in answered.union(found)]:
+        names = ", ".join(missing)
         raise TemplateError(f"{turn}: no result of the call {names}; expected one of each call")

@@ -96,12 +96,7 @@ class ChatTemplate:
                 text of them.
             TooManyTokens: They certainly have more than `max_tokens`.
         """
-        read = template_messages(messages)
-        ids = self.encoder.encode(self._write(read, tools, max_tokens), max_tokens)
-        if not ids:
-            roles = ", ".join(message["role"] for message in read)
-            raise TemplateError(f"the chat template makes no text of [{roles}]")
-        return ids
+        return self.encoder.encode(self._write_prompt(messages, tools, max_tokens), max_tokens)
 
     def prompt_text(
         self,
@@ -111,21 +106,25 @@ class ChatTemplate:
         """What the template makes of a whole conversation and the opening of the next turn.
 
         Raises:
-            TemplateError: The template refuses the messages.
+            TemplateError: As `prompt_ids`.
         """
-        return self._write(template_messages(messages), tools, None).text
+        return self._write_prompt(messages, tools, None).text
 
-    def _write(
+    def _write_prompt(
         self,
-        messages: Sequence[TemplateMessage],
+        messages: Iterable[Message | Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         max_tokens: int | None,
     ) -> WrittenText:
         def render(marked: Sequence[TemplateMessage], offered: Tools) -> str:
             return self._renderer.render(marked, True, offered)
 
-        adapted = self._renderer.adapted(messages)  # ids of calls as they are, unmarked
+        read = template_messages(messages)
+        adapted = self._renderer.adapted(read)  # ids of calls as they are, unmarked
         written = render_escaped(render, self.encoder, adapted, tools, max_tokens)
+        if not written.text:
+            roles = ", ".join(message["role"] for message in read)
+            raise TemplateError(f"the chat template makes no text of [{roles}]")
         return self._expand_media(written, adapted, (), max_tokens)
 
     def _expand_media(
@@ -187,12 +186,12 @@ class ChatTemplate:
         """`observation_ids`, and whether the turn after them begins inside reasoning."""
         adapted = self._renderer.adapted(template_messages(messages))
         room = None if max_tokens is None else max_tokens + TURN_END_ROOM
-        added = self._continuations.render(adapted, room)
-        written = self._expand_media(added.written, adapted, before, room)
+        written, turn_end, opens = self._continuations.render(adapted, room)
+        written = self._expand_media(written, adapted, before, room)
         ids = self.encoder.encode(written, room)
         if after is not None and len(after):
-            ids = ids[self._continuations.past(ids, added.turn_end, after) :]
-        return ids, added.opens_reasoning
+            ids = ids[self._continuations.past(ids, turn_end, after) :]
+        return ids, opens
 
     def opens_reasoning_after(self, messages: Iterable[Message | Mapping[str, Any]]) -> bool:
         """Whether the turn after an observation of `messages` begins inside reasoning.
@@ -200,8 +199,7 @@ class ChatTemplate:
         Raises:
             TemplateError: As `observation_ids`.
         """
-        adapted = self._renderer.adapted(template_messages(messages))
-        return self._continuations.render(adapted).opens_reasoning
+        return self.observe(messages, after=None)[1]
 
     def drift(
         self,

@@ -42,33 +42,9 @@ def load_chat_template(
     Raises:
         TemplateError: The tokenizer or the file cannot be loaded, or there is no template.
     """
-    if chat_template_path is not None:
-        _read_template(chat_template_path)  # a wrong path costs no download
-    return with_template(
-        load_tokenizer(model, revision=revision, trust_remote_code=trust_remote_code),
-        chat_template_path=chat_template_path,
-        chat_template_kwargs=chat_template_kwargs,
-        processor=processor,
-    )
-
-
-def with_template(
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    chat_template_path: str | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    processor: MediaProcessor | None = None,
-) -> ChatTemplate:
-    """The chat template of a tokenizer, or that of a file on it.
-
-    Raises:
-        TemplateError: The file cannot be read, or there is no template.
-    """
-    source = None
-    if chat_template_path is not None:
-        source = _read_template(chat_template_path)
-        _check_syntax(tokenizer, source, chat_template_path)
-    elif processor is not None and not tokenizer.chat_template:
+    tokenizer = load_tokenizer(model, revision=revision, trust_remote_code=trust_remote_code)
+    source = read_template(chat_template_path, tokenizer)
+    if source is None and processor is not None and not tokenizer.chat_template:
         source = processor.chat_template  # some have it beside the processor only
     return ChatTemplate(
         tokenizer,
@@ -78,16 +54,20 @@ def with_template(
     )
 
 
-def _read_template(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TemplateError(f"chat template {path} cannot be read: {error}") from error
+def read_template(path: str | None, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The template in a file, None of none, which is tried on a tokenizer.
 
-
-def _check_syntax(tokenizer: PreTrainedTokenizerBase, source: str, path: str) -> None:
+    Raises:
+        TemplateError: The file cannot be read, or is not valid Jinja.
+    """
+    if path is None:
+        return None
     from jinja2 import TemplateSyntaxError
 
+    try:
+        source = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TemplateError(f"chat template {path} cannot be read: {error}") from error
     empty = [{"role": "user", "content": ""}]
     try:
         tokenizer.apply_chat_template(empty, chat_template=source, tokenize=False)
@@ -96,6 +76,7 @@ def _check_syntax(tokenizer: PreTrainedTokenizerBase, source: str, path: str) ->
         raise TemplateError(f"{where}: not valid Jinja: {error.message}") from error
     except Exception as error:  # it may refuse this conversation and take others
         logger.debug("the chat template %s refuses an empty message: %r", path, error)
+    return source
 
 
 #: What the names of a tokenizer's files hold.

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from rollout.chat import load_chat_template
-from rollout.chat.drift import DRIFT_KINDS
+from rollout.chat import ChatTemplate, load_chat_template
+from rollout.chat.drift import DRIFT_KINDS, Drift
 from rollout.chat.template_conformance import SceneReport, conformance_reports
-from rollout.chat.template_loading import with_template
+from rollout.chat.template_loading import read_template
 from rollout.cli.wrapping import column_widths, print_line, wrapped
 from rollout.config.sections import SIMULATED_MODEL
 from rollout.engine.model_files import resolve_model
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from rich.console import Console
-
-    from rollout.chat import ChatTemplate
 
 _LABEL_WIDTH = 12
 _COLUMNS = ("conversation", "append-only", "inserted after a turn", "cut turn", "drift")
@@ -71,9 +69,9 @@ def _loaded(model: str, *, revision: str | None, **options: Any) -> ChatTemplate
     if model == SIMULATED_MODEL:
         from rollout.engine.cores.simulated.vocabulary import simulated_tokenizer
 
-        return with_template(
-            simulated_tokenizer(), chat_template_path=options["chat_template_path"]
-        )
+        tokenizer = simulated_tokenizer()
+        source = read_template(options["chat_template_path"], tokenizer)
+        return ChatTemplate(tokenizer, chat_template=source)
     is_local = Path(model).is_dir()  # a tokenizer's files are enough
     path = model if is_local else resolve_model(model, revision)
     return load_chat_template(path, revision=revision, **options)
@@ -113,15 +111,16 @@ def _cells(report: SceneReport) -> tuple[str, ...]:
         return report.name, f"no: {_short(report.refusal, _REASON)}", "", "", ""
     boundary = "" if report.boundary is None else repr(report.boundary)
     cut_end = repr(report.cut_end) if report.cut_end else ""
-    if report.drift_refusal is not None:
-        return report.name, "yes", boundary, cut_end, f"not compared: {report.drift_refusal}"
-    assert report.drift is not None
-    return report.name, "yes", boundary, cut_end, report.drift.kind
+    drift = report.drift
+    kind = f"not compared: {drift}" if isinstance(drift, str) else drift.kind
+    return report.name, "yes", boundary, cut_end, kind
 
 
 def _notes(reports: Sequence[SceneReport]) -> Iterator[str]:
     """For each kind of drift the conversations that show it, and the first difference."""
-    drifting = [(report.name, report.drift) for report in reports if report.drift is not None]
+    drifting = [
+        (report.name, report.drift) for report in reports if isinstance(report.drift, Drift)
+    ]
     for kind in DRIFT_KINDS[1:]:
         found = [(name, drift) for name, drift in drifting if drift.kind == kind]
         if found:

@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING
 
 from rollout.chat import ChatTemplate, load_chat_template
-from rollout.chat.template_loading import with_template
+from rollout.chat.template_loading import read_template
 from rollout.config.sections import SIMULATED_MODEL
 from rollout.engine.cores.simulated.vocabulary import simulated_tokenizer
 from rollout.engine.model_files import resolve_model
@@ -22,11 +22,10 @@ def load_model_template(config: RolloutConfig) -> ChatTemplate:
     if model.path == SIMULATED_MODEL:
         if model.chat_template is None and not model.chat_template_kwargs:
             return _simulated_template()
-        return with_template(
-            simulated_tokenizer(),
-            chat_template_path=model.chat_template,
-            chat_template_kwargs=model.chat_template_kwargs,
-        )
+        tokenizer = simulated_tokenizer()
+        source = read_template(model.chat_template, tokenizer)
+        kwargs = model.chat_template_kwargs
+        return ChatTemplate(tokenizer, chat_template=source, chat_template_kwargs=kwargs)
     path = resolve_model(model.path, model.revision, needs_weights=config.engine.loads_weights)
     processor = load_media_processor(
         path, revision=model.revision, trust_remote_code=model.trust_remote_code
