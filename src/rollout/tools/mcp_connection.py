@@ -1,8 +1,7 @@
 """A connection to an MCP server that is kept up, and its transports. Imports the SDK, `mcp`.
 
-No message is kept that is too long. Over HTTP the transport is the SDK's, with bodies bounded. The
-SDK's reader of a command's output has no bound, and takes time that grows with the square of a
-line's length; so that one is ours.
+An answer that is too long is refused unread. Over HTTP the transport is the SDK's. Its reader of a
+command's output takes time that grows with the square of a line's length; so that one is ours.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import anyio
 import httpx2
 import mcp_types
+from anyio.streams.buffered import BufferedByteReceiveStream
 from mcp import Client, MCPError
 from mcp.client.stdio import get_default_environment
 from mcp.client.streamable_http import streamable_http_client
@@ -28,7 +28,7 @@ from rollout.errors import ToolError
 from rollout.scopes import find_exception, open_task_group
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from anyio.abc import ByteSendStream, Process
 
@@ -44,10 +44,13 @@ CONNECT_S = 30.0
 QUOTED_LINES = 10
 #: Stands in the error of each answer that is too long, also in the SDK's own of an event.
 _TOO_LONG = "byte limit"
+#: Bytes of a command's longest line: one that writes a longer one has ended.
+MAX_LINE = 64 * 2**20
 #: How the SDK words that the connection is gone, and that it got a 404.
 _CLOSED, _UNKNOWN_SESSION = ("Connection closed", "SSE stream"), "Session terminated"
 #: What reading and writing raise once the other side is gone, or ours is closed.
 _GONE = (OSError, anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError)
+_GONE += (anyio.IncompleteRead, anyio.DelimiterNotFound)
 #: The id of a message, within `_ENDS` bytes of one of its ends: servers write it first or last.
 _ENDS = 4096
 _ID = re.compile(
@@ -109,16 +112,17 @@ class Connection:
         Raises:
             ToolError: The first connection failed.
         """
-        if not await self._serve():
-            raise ToolError(f"MCP server {self._label!r}: {self._fault}")
-        backoff_s = BACKOFF_S
+        backoff_s = 0.0
         while True:
+            if await self._serve():
+                backoff_s = BACKOFF_S
+            elif not backoff_s:
+                raise ToolError(f"MCP server {self._label!r}: {self._fault}")
+            else:
+                self.tried.set()
+                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
             logger.warning("MCP server %r: %s; connecting again", self._label, self._fault)
             await anyio.sleep(backoff_s)
-            was_there = await self._serve()
-            backoff_s = BACKOFF_S if was_there else min(2 * backoff_s, MAX_BACKOFF_S)
-            if not was_there:
-                self.tried.set()
 
     async def _serve(self) -> bool:
         """Connect, and stay until the server is lost; False where it could not be reached."""
@@ -143,8 +147,8 @@ class Connection:
                 self._lose(client)
             if client is None:
                 errors.seek(0)
-                lines = map(str.rstrip, errors.read().splitlines()[-QUOTED_LINES:])
-                self._fault = "\n    ".join([fault, *lines])
+                lines = errors.read().splitlines()[-QUOTED_LINES:]
+                self._fault = "\n    ".join([fault, *map(str.rstrip, lines)])
         return client is not None
 
     async def _wait_for_end(self, client: Client) -> None:
@@ -176,8 +180,7 @@ class Connection:
             ToolError: The server refused the call, or cannot be reached again; or it ended or
                 froze with the call under way.
         """
-        if self._client is None:
-            await self.tried.wait()
+        await self.tried.wait()
         if (client := self._client) is None:
             raise ToolError(
                 f"the MCP server is not there ({self._fault}), and is being started again; "
@@ -214,33 +217,12 @@ def _make_refusal(request_id: Any, max_bytes: int) -> bytes:
     return json.dumps({"jsonrpc": "2.0", "id": request_id, "error": error}).encode()
 
 
-class LineBuffer:
-    """Cuts a server's output into lines; of one that is too long it keeps the ends.
-
-    An error takes the place of a long answer; a long line that answers no request is left out.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes, self._line, self._size = max_bytes, bytearray(), 0
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the lines that end within `data`, but for blank ones."""
-        for number, piece in enumerate(data.split(b"\n")):
-            if number and (line := self._end_line()).strip():
-                yield line
-            self._line += piece
-            self._size += len(piece)
-            if self._size > self._max_bytes:
-                del self._line[_ENDS:-_ENDS]
-
-    def _end_line(self) -> bytes:
-        line, size = bytes(self._line), self._size
-        self._line, self._size = bytearray(), 0
-        if size <= self._max_bytes:
-            return line
-        if (found := _ID.search(line)) is None:
-            return b""
-        return _make_refusal(json.loads(found[1] or found[2]), self._max_bytes)
+def bound_line(line: bytes, max_bytes: int) -> bytes:
+    """A line of a command's; in the place of a longer answer, or of any other message, an error."""
+    if len(line) <= max_bytes:
+        return line
+    found = _ID.search(line[:_ENDS] + line[-_ENDS:])
+    return b"" if found is None else _make_refusal(json.loads(found[1] or found[2]), max_bytes)
 
 
 @asynccontextmanager
@@ -268,16 +250,17 @@ async def open_stdio(
     to_send, from_client = anyio.create_memory_object_stream[Any](0)
 
     async def read() -> None:
-        lines = LineBuffer(max_bytes)
+        buffered = BufferedByteReceiveStream(stdout)
         with to_client, suppress(*_GONE):
-            async for data in stdout:
-                for line in lines.feed(data):
-                    try:
-                        found = mcp_types.jsonrpc_message_adapter.validate_json(line, by_name=False)
-                    except ValueError as error:
+            while True:
+                line = bound_line(await buffered.receive_until(b"\n", MAX_LINE), max_bytes)
+                try:
+                    found = mcp_types.jsonrpc_message_adapter.validate_json(line, by_name=False)
+                except ValueError as error:
+                    if line.strip():
                         await to_client.send(error)
-                    else:
-                        await to_client.send(SessionMessage(found))
+                else:
+                    await to_client.send(SessionMessage(found))
         on_end()
 
     async def write() -> None:
