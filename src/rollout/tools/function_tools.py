@@ -13,6 +13,7 @@ import logging
 import re
 import typing
 from contextlib import suppress
+from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, NotRequired, ParamSpec, TypeVar
 
 import docstring_parser
@@ -23,12 +24,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import to_jsonable_python
 from typing_extensions import TypedDict
 
-from rollout.child_processes import (
-    ChildDiedError,
-    ChildProcesses,
-    ChildRaisedError,
-    resolve_outcome,
-)
+from rollout.child_processes import ChildDiedError, ChildRaisedError, resolve_outcome
 from rollout.errors import ToolError
 from rollout.function_refs import FunctionRef, NotImportableError, check_top_level, function_ref
 from rollout.tools.results import ToolResult, describe_error, normalise_result
@@ -60,7 +56,9 @@ Backend = Literal["native", "asyncio"]
 Isolation = Literal["none", "process"]
 
 _JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
-_ANY: Any = ({}, True)
+#: What `Any` within another type is read as, so that ``list[Any]`` is told from ``list``; comments
+#: are left out of schemas.
+_ANYTHING: Any = Annotated[Any, pydantic.Field(json_schema_extra={"$comment": "Any"})]
 _make_dict: Any = TypedDict
 #: As `transformers.utils.get_json_schema` reads them at the end of a parameter's description.
 _CHOICES = re.compile(r"\(choices:\s*(?P<values>\[.*?\])\)\s*\Z", re.IGNORECASE | re.DOTALL)
@@ -74,11 +72,10 @@ class _SchemaWriter(GenerateJsonSchema):
 
     def generate_inner(self, schema: Any) -> dict[str, Any]:
         written = super().generate_inner(schema)
-        says_nothing = [
-            key for key in ("items", "additionalProperties") if written.get(key) in _ANY
-        ]
-        sizes = ("minItems", "maxItems") if "prefixItems" in written else ()
-        for key in (*says_nothing, *sizes):
+        for key in ("items", "additionalProperties"):
+            if written.get(key) in ({}, True):  # `list` and `dict` say nothing of what they hold
+                del written[key]
+        for key in ("minItems", "maxItems") if "prefixItems" in written else ():
             written.pop(key, None)
         return written
 
@@ -107,8 +104,19 @@ def _unpack_one(names: list[str]) -> str | list[str]:
     return names[0] if len(names) == 1 else names
 
 
+def _mark_any(hint: Any) -> Any:
+    """The type, with each `Any` within it as `_ANYTHING`."""
+    arguments = typing.get_args(hint)
+    marked = tuple(_ANYTHING if each is Any else _mark_any(each) for each in arguments)
+    if marked == arguments:
+        return hint
+    origin: Any = typing.get_origin(hint)
+    return (typing.Union if origin is UnionType else origin)[marked]
+
+
 def _describe_type(hint: Any, description: str, default: Any) -> Any:
     """A parameter's type with its description and default, for pydantic."""
+    hint = _mark_any(hint)
     if choices := _CHOICES.search(description):
         with suppress(ValueError):  # it only looks like choices
             values = json.loads(choices["values"])
@@ -334,13 +342,12 @@ class FunctionTool(Tool, Generic[P, R]):
         others = {name: arguments[name] for name in arguments.keys() - self._properties}
         try:
             return others | self._adapter.validate_python(arguments)
-        except pydantic.ValidationError as error:
-            faults = error.errors(include_url=False, include_context=False)
-            texts = [f"{write_path(each['loc'])}: {each['msg']}" for each in faults]
-            raise ToolError(f"invalid arguments for {self.name!r}: {'; '.join(texts)}") from None
         except Exception as error:  # the arguments' own types may raise anything
-            text = f"invalid arguments for {self.name!r}: {describe_error(error)}"
-            raise ToolError(text) from error
+            text = describe_error(error)
+            if isinstance(error, pydantic.ValidationError):
+                faults = error.errors(include_url=False, include_context=False)
+                text = "; ".join(f"{write_path(each['loc'])}: {each['msg']}" for each in faults)
+            raise ToolError(f"invalid arguments for {self.name!r}: {text}") from error
 
     @functools.cached_property
     def function_ref(self) -> FunctionRef | None:
@@ -368,23 +375,21 @@ class FunctionTool(Tool, Generic[P, R]):
             TransientError: It raised there what its policy calls transient.
         """
         if self._is_isolated:
-            return await self._run_isolated(arguments, context.processes)
+            return await self._run_isolated(arguments, context)
         if self.context_name:
             arguments = {**arguments, self.context_name: context}
         call = functools.partial(self.function, **arguments)
         return await context.threads.call(self.name, call, backend=self._backend)
 
-    async def _run_isolated(
-        self, arguments: Mapping[str, Any], processes: ChildProcesses | None
-    ) -> ToolResult:
-        if processes is None or self.function_ref is None:
+    async def _run_isolated(self, arguments: Mapping[str, Any], context: ToolContext) -> ToolResult:
+        if context.processes is None or self.function_ref is None:
             raise ToolError(f"{self.name}: this ToolContext has no processes to run in")
         try:
             body = msgspec.msgpack.encode((self.name, arguments))
         except (TypeError, ValueError, OverflowError) as error:  # tools_kwargs hold any object
             raise ToolError(f"{self.name}: its arguments are not plain data: {error}") from error
         try:
-            async with processes.worker() as child:
+            async with context.processes.worker() as child:
                 reply = await child.ask(self.function_ref, body)
                 return msgspec.msgpack.decode(reply, type=ToolResult)
         except ChildDiedError as error:

@@ -13,7 +13,7 @@ from rollout.errors import ToolError
 _VERBATIM = frozenset({"const", "default", "enum", "examples", "required"})
 #: Keys that are left out. A discriminator maps tags to references; the tags stand in the
 #: alternatives as well.
-_DROPPED = frozenset({"$ref", "title", "discriminator", "$defs", "definitions"})
+_DROPPED = frozenset({"$ref", "$comment", "title", "discriminator", "$defs", "definitions"})
 
 
 class SchemaCheck:
