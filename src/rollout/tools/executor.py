@@ -160,13 +160,13 @@ class ToolExecutor:
         """
         gates, kwargs = self._select(names), tools_kwargs or {}
         for name, value in kwargs.items():
+            if name in gates and not isinstance(value, Mapping):
+                raise ToolError(f"tools_kwargs[{name!r}] = {value!r:.80}; expected a mapping")
             if name not in gates and name not in self._warned:
                 self._warned.add(name)
                 known = f"is no tool here; known: {quote_all(self._gates)}"
                 why = "is not offered to their prompt" if name in self._gates else known
                 logger.warning("tools_kwargs[%r] are ignored: it %s", name, why)
-            elif name in gates and not isinstance(value, Mapping):
-                raise ToolError(f"tools_kwargs[{name!r}] = {value!r:.80}; expected a mapping")
         context = ToolContext(
             uid=uid,
             member=member,
@@ -221,6 +221,7 @@ class TrajectoryTools:
     """The tools of one trajectory, used and closed in the trajectory's own task.
 
     Attributes:
+        running: Calls that run, or wait for a slot, in the order in which they began.
         seconds: Time in calls, on the loop's clock; calls at the same time add up.
         calls: Calls of the model's that have ended, also those that no tool could answer.
         errors: Those of them whose answer is an error, whatever its cause, or that were cancelled.
@@ -229,6 +230,7 @@ class TrajectoryTools:
         idle_since: When the last call ended.
         reward: The sum of what tools gave that decide the trajectory's reward; None where none did.
         is_closed: Whether they were closed.
+        counts: Of each tool that was called, ``tool/TOOL/{calls,errors,seconds,seconds_max}``.
         metrics: Sums of the numbers that tools measured, as ``tools/TOOL/NAME``.
     """
 
@@ -245,9 +247,8 @@ class TrajectoryTools:
         self._closing = AsyncExitStack()  # of sessions that have something to close
         #: Of what one task at a time may use: these tools, to open one, and what is `serial`.
         self._locks = defaultdict[int, anyio.Lock](partial(anyio.Lock, fast_acquire=True))
-        self._running: dict[Call, None] = {}
-        self._counts: defaultdict[str, float] = defaultdict(float)
-        self.metrics: defaultdict[str, float] = defaultdict(float)
+        self.running: dict[Call, None] = {}
+        self.counts, self.metrics = defaultdict[str, float](float), defaultdict[str, float](float)
         self.seconds, self.idle_since, self.is_closed = 0.0, 0.0, False
         self.calls = self.errors = self.invalid_in_a_row = 0
         self.reward: float | None = None
@@ -261,16 +262,6 @@ class TrajectoryTools:
     def schemas(self) -> list[dict[str, Any]]:
         """Schemas of the tools offered to this trajectory."""
         return [gate.tool.schema for gate in self._gates.values()]
-
-    @property
-    def counts(self) -> dict[str, float]:
-        """Of each tool that was called, ``tool/TOOL/{calls,errors,seconds,seconds_max}``."""
-        return dict(self._counts)
-
-    @property
-    def under_way(self) -> Sequence[tuple[str, float]]:
-        """Calls that run, or wait for a slot: name, and since when."""
-        return [(each.tool, each.began) for each in self._running]
 
     def has_open_sessions(self) -> bool:
         """Whether a tool is open that may hold something: plain functions hold nothing."""
@@ -314,11 +305,8 @@ class TrajectoryTools:
         await self._open_used(turn, limit)
         await self._run_together([each for each in turn if each.result is None], limit)
         bound, side = self._executor._max_length, self._executor._side
-        return [
-            replace(result, text=encodable(truncate_text(result.text, bound, side)))
-            for result in (each.result for each in turn)
-            if result is not None
-        ]
+        results = [each.result or ToolResult() for each in turn]  # each has one
+        return [replace(r, text=encodable(truncate_text(r.text, bound, side))) for r in results]
 
     def recall(
         self,
@@ -344,29 +332,31 @@ class TrajectoryTools:
         most, turn = self._executor._max_calls, list[Call]()
         names = [name for name in self._gates if offered is None or name in offered]
         for position, call in enumerate(calls):
-            tool, fault, is_in_order = NOT_PARSED, "", position < most
+            tool = NOT_PARSED
             if isinstance(call, ToolCall):
                 tool = call.name if call.name in self._gates else UNKNOWN_TOOL
             turn.append(each := Call(position, call, tool, self._clock(), events))
-            if isinstance(call, InvalidToolCall):
-                fault, is_in_order = f"invalid tool call: {call.reason}", True
-            elif not is_in_order:
-                limit = f"at most {most} calls per turn (agent.max_parallel_calls)"
-                fault = f"not executed: {limit}; call it again"
-            elif call.name not in names:
-                fault = f"unknown tool {call.name!r}; known tools: {quote_all(names)}"
-            else:
-                try:
-                    kwargs = self._kwargs.get(tool) or {}
-                    arguments = self._gates[tool].check(call.arguments, kwargs)
-                    each.checked = replace(call, arguments=arguments)
-                except ToolError as error:
-                    fault = str(error)
-            if is_in_order:
-                self.invalid_in_a_row = self.invalid_in_a_row + 1 if fault else 0
-            if fault:
-                self._refuse(each, error_result(fault))
+            is_past = position >= most and isinstance(call, ToolCall)
+            try:
+                if is_past:
+                    limit = f"at most {most} calls per turn (agent.max_parallel_calls)"
+                    raise ToolError(f"not executed: {limit}; call it again")
+                each.checked = self._check_call(call, names)
+                self.invalid_in_a_row = 0
+            except ToolError as error:
+                self.invalid_in_a_row += not is_past
+                self._refuse(each, error_result(str(error)))
         return turn
+
+    def _check_call(self, call: ToolCall | InvalidToolCall, names: Sequence[str]) -> ToolCall:
+        """The call with the arguments that its tool gets; a `ToolError` where it cannot run."""
+        if isinstance(call, InvalidToolCall):
+            raise ToolError(f"invalid tool call: {call.reason}")
+        if call.name not in names:
+            raise ToolError(f"unknown tool {call.name!r}; known tools: {quote_all(names)}")
+        kwargs = self._kwargs.get(call.name) or {}
+        arguments = self._gates[call.name].check(call.arguments, kwargs)
+        return replace(call, arguments=arguments)
 
     def _refuse(self, call: Call, result: ToolResult) -> None:
         """Answer a call that does not run."""
@@ -407,7 +397,7 @@ class TrajectoryTools:
         with turn.open(None, "") if waits else nullcontext():
             async with nullcontext() if serial is None else self._locks[id(serial)]:
                 call.began = self._clock()
-                self._running[call] = None
+                self.running[call] = None
                 call.emit_started()
                 try:
                     call.result = await self._gates[call.tool].answer(execute, key, turn, what)
@@ -418,41 +408,41 @@ class TrajectoryTools:
 
     def _end_call(self, call: Call) -> None:
         """Count a call that ran, unless it was abandoned before."""
-        if call in self._running:
-            del self._running[call]
+        if call in self.running:
+            del self.running[call]
             self.idle_since = self._clock()
             self.seconds += (seconds := self.idle_since - call.began)
             self._count(call, seconds)
 
     def abandon(self) -> None:
         """Count calls that were given up and will not end, as cancelled ones."""
-        for call in tuple(self._running):
+        for call in tuple(self.running):
             self._end_call(call)
 
     def _count(self, call: Call, seconds: float, *, is_refused: bool = False) -> None:
         """Count a call that has its result, or was cancelled, and emit its event: here only."""
-        tally, counts, key = self._executor._tally, self._counts, call.tool
+        tally, counts, key = self._executor._tally, self.counts, f"tool/{call.tool}"
         self.calls += 1
         self.errors += call.is_error
         tally.tool_calls += 1
         tally.tool_errors += call.is_error
-        tally.tool(key).calls += 1
-        counts[f"tool/{key}/calls"] += 1
-        counts[f"tool/{key}/errors"] += call.is_error
-        counts[f"tool/{key}/seconds"] += seconds
-        counts[f"tool/{key}/seconds_max"] = max(counts[f"tool/{key}/seconds_max"], seconds)
+        tally.tool(call.tool).calls += 1
+        counts[f"{key}/calls"] += 1
+        counts[f"{key}/errors"] += call.is_error
+        counts[f"{key}/seconds"] += seconds
+        counts[f"{key}/seconds_max"] = max(counts[f"{key}/seconds_max"], seconds)
         for name, value in () if call.result is None else call.result.metrics.items():
             number = float(value) if isinstance(value, bool) else read_reward(value)
             if number is not None:  # finite
-                self.metrics[f"tools/{key}/{name}"] += number
+                self.metrics[f"tools/{call.tool}/{name}"] += number
         call.emit_ended(seconds, is_refused=is_refused)
 
     def note_refused_media(self, name: str) -> None:
         """Count an answer as an error after all: the model is shown none of its media."""
         self.errors += 1
         self._executor._tally.tool_errors += 1
-        if (key := f"tool/{name}/errors") in self._counts:
-            self._counts[key] += 1
+        if (key := f"tool/{name}/errors") in self.counts:
+            self.counts[key] += 1
 
     # Sessions.
 
@@ -485,28 +475,25 @@ class TrajectoryTools:
 
     async def _open(self, name: str, outer: Limit, tool_s: float | None) -> None:
         """Open a tool within `tool_s`; a `ToolError` where it raises or takes longer."""
-        tool, context = self._gates[name].tool, self._context
-        if kwargs := self._kwargs.get(name):
-            context = replace(context, kwargs=dict(kwargs))
+        tool, what = self._gates[name].tool, f"open of tool {name!r}"
+        context = replace(self._context, kwargs=dict(self._kwargs.get(name) or {}))
         try:
             if isinstance(tool, FunctionTool):  # which has nothing to wait for
                 self._opened[name] = tool.open_session(context)
                 return
             with outer.open(None, ""):
                 async with self._locks[id(self)]:
-                    if name not in self._opened:  # another conversation may have opened it
-                        await self._start(tool, context, outer.open(tool_s, "limits.tool_s"))
+                    if name in self._opened:  # another conversation has opened it
+                        return
+                    limit, containment = outer.open(tool_s, "limits.tool_s"), current_containment()
+                    code = containment and Contained[None](containment, what, what)
+                    open_session = partial(self._open_session, tool, context, limit, code)
+                    await attempt(open_session, limit=limit, what=what, code=code)
         except LimitExceeded:
             raise
         except Exception as error:
             cause = error.__cause__ if isinstance(error, ToolError) else error
             raise ToolError(f"could not open {name!r}: {error}") from cause
-
-    async def _start(self, tool: Tool, context: ToolContext, limit: Limit) -> None:
-        what, containment = f"open of tool {tool.name!r}", current_containment()
-        code = None if containment is None else Contained[None](containment, what, what)
-        open_session = partial(self._open_session, tool, context, limit, code)
-        await attempt(open_session, limit=limit, what=what, code=code)
 
     async def _open_session(
         self, tool: Tool, context: ToolContext, limit: Limit, code: Contained[None] | None
