@@ -383,7 +383,8 @@ def _count_calls(run: TrajectoryRun) -> dict[str, float]:
     """Sum the calls of all attempts so far; of ``tool/TOOL/seconds_max``, take the maximum."""
     tools, calls = run.context.state.used_tools, dict[str, float](tool_calls=0, tool_errors=0)
     if tools is not None:
-        tools.abandon()  # calls of code that was stopped will not end
+        for call in tuple(tools.running):  # of code that was stopped: they will not end
+            tools.end_call(call)
         calls |= {"tool_calls": tools.calls, "tool_errors": tools.errors, **tools.counts}
     for name, value in run.calls.items():
         known = calls.get(name, 0.0)

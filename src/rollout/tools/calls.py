@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import anyio
@@ -70,15 +70,14 @@ class Call(msgspec.Struct, eq=False, gc=False):
         """Emit that the call begins."""
         if (to := self.events) is not None and to.events.tells_all:
             at = to.events.since_start(self.began)
-            event = ToolStarted(at=at, tool=self.tool, position=self.position, **to.where)
-            to.events.emit(event)
+            to.events.emit(ToolStarted(at=at, tool=self.tool, position=self.position, **to.where))
 
     def emit_ended(self, seconds: float, *, is_refused: bool) -> None:
         """Emit that the call has its result, or was cancelled."""
         if (to := self.events) is None:
             return
         # The text, and not the result, which may hold anything else.
-        text = "cancelled" if self.result is None else self.result.text
+        shown = None if self.result is None else self.result.text
         event = ToolEnded(
             at=to.events.since_start(self.began + seconds),
             began=to.events.since_start(self.began),
@@ -86,12 +85,11 @@ class Call(msgspec.Struct, eq=False, gc=False):
             call_id=getattr(self.call, "id", "") or "",
             is_refused=is_refused,
             is_error=self.is_error,
-            error=text[:MAX_SHOWN] if self.is_error else "",
-            characters=0 if self.result is None else len(text),
+            error=("cancelled" if shown is None else shown)[:MAX_SHOWN] if self.is_error else "",
+            characters=len(shown or ""),
             position=self.position,
             **to.where,
         )
-        shown = None if self.result is None else text
         to.events.tell_event(to.where["trajectory"], event, (self.call, shown))
 
 
@@ -170,16 +168,16 @@ class ToolGate:
     ) -> ToolResult:
         """Return the cached result of a call, or that of its last try, which may have failed.
 
-        Args:
-            execute: Makes the call.
-            key: What its result is cached by.
-            turn: The limit around that of the call, which begins with its slot, for all tries.
-            what: Whose call it is, for messages.
+        `execute` makes the call `what`, whose result is cached by `key`. The call's own limit lies
+        within that of the turn, and begins with its slot, for all tries.
 
         Raises:
             LimitExceeded: The turn's limit was over.
         """
-        packed = _pack_key(key) if self._policy.cache_size else b""
+        packed = b""
+        if self._policy.cache_size:
+            with suppress(Exception):  # the prompt's kwargs may hold any object: not cached then
+                packed = msgspec.json.encode(key, order="deterministic")
         result = self._cache.pop(packed, None) or self.find_refusal()
         if result is None:
             try:
@@ -205,14 +203,10 @@ class ToolGate:
                     limit = limit or turn.open(self._call_s, self._source)
                     return await attempt(execute, limit=limit, what=what)
             except ToolError as error:
-                assert limit is not None
                 cause, pause_s = error.__cause__, policy.backoff_s * 2 ** (tries - 1)
-                has_time = anyio.current_time() + pause_s < limit.deadline.at
-                if (
-                    tries > policy.retries
-                    or not has_time
-                    or not policy.is_transient(cause or error)
-                ):
+                has_time = limit and anyio.current_time() + pause_s < limit.deadline.at
+                is_last = tries > policy.retries or not policy.is_transient(cause or error)
+                if is_last or not has_time:
                     text = f"{error} (after {tries} attempts)" if tries > 1 else error
                     raise ToolError(text) from cause
             await anyio.sleep(pause_s)
@@ -235,16 +229,11 @@ class ToolGate:
         """Return the breaker's answer where a call may not run now."""
         if not self._failures or anyio.current_time() >= self._refuses_until:
             return None
-        return error_result(
-            f"{self.tool.name!r} is not available: its last {self._failures} calls failed (the "
-            f"last one: {self._last_failure}); not called"
-        )
+        last = f"its last {self._failures} calls failed (the last one: {self._last_failure})"
+        return error_result(f"{self.tool.name!r} is not available: {last}; not called")
 
     def note_failure(self, error: ToolError) -> ToolResult:
-        """Count a call that raised or timed out; return what the model reads then.
-
-        After too many in a row further calls are refused.
-        """
+        """Count a call that raised or timed out; return what the model reads then."""
         self._failures, self._last_failure = self._failures + 1, str(error)
         policy, now = self._policy, anyio.current_time()
         if self._failures >= (policy.breaker_failures or math.inf) and now >= self._refuses_until:
@@ -260,11 +249,3 @@ class ToolGate:
             where = cause and f"Traceback (most recent call last):\n{cause.traceback}"
             tally.first = f"{where}{cause.type}: {cause.message}" if cause else str(error)
         return error_result(str(error))
-
-
-def _pack_key(key: object) -> bytes:
-    """The key of a call in the cache; an empty one where its result is not cached."""
-    try:
-        return msgspec.json.encode(key, order="deterministic")
-    except Exception:  # the prompt's kwargs may hold any object
-        return b""

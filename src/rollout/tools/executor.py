@@ -121,12 +121,13 @@ class ToolExecutor:
         Raises:
             ToolError: The first one that cannot says why.
         """
-        for gate in self._gates.values():
-            await gate.tool.prepare()
+        tools = [gate.tool for gate in self._gates.values()]
+        for tool in tools:
+            await tool.prepare()
         # Only now: when a function was decorated its name led to nothing yet.
-        found = [getattr(gate.tool, "function_ref", None) for gate in self._gates.values()]
+        refs = [ref for tool in tools if (ref := getattr(tool, "function_ref", None)) is not None]
         try:
-            if refs := [ref for ref in found if ref is not None]:
+            if refs:
                 await self._processes.prepare(refs, self._tool_s, "limits.tool_s")
         except NotImportedError as error:
             raise ToolError(f"isolation = 'process': {error}") from error
@@ -205,14 +206,13 @@ def _make_tool(tool: Tool | Callable[..., Any]) -> Tool:
 
 
 def _refuse_equal_names(tools: Sequence[Tool]) -> None:
-    homes: dict[str, list[str]] = {}
+    homes = defaultdict[str, list[str]](list)
     for tool in tools:
         home: Any = tool if isinstance(tool, FunctionTool) else type(tool)
-        origin = getattr(tool, "origin", f"{home.__module__}.{home.__qualname__}")
-        homes.setdefault(tool.name, []).append(origin)
-    if collisions := [f"{name!r} ({', '.join(at)})" for name, at in homes.items() if len(at) > 1]:
+        homes[tool.name].append(getattr(tool, "origin", f"{home.__module__}.{home.__qualname__}"))
+    if equal := [f"{name!r} ({', '.join(at)})" for name, at in homes.items() if len(at) > 1]:
         raise ToolError(
-            f"tools with the same name: {', '.join(collisions)}; give all but one of each another "
+            f"tools with the same name: {', '.join(equal)}; give all but one of each another "
             f'name, as in @function_tool("another_name")'
         )
 
@@ -369,8 +369,7 @@ class TrajectoryTools:
         What one raises ends the others, and leaves as itself.
         """
         if len(calls) == 1:  # a task of its own would cost as much as the call
-            await self._run_call(calls[0], turn)
-            return
+            return await self._run_call(calls[0], turn)
         try:
             async with anyio.create_task_group() as tasks:
                 for call in calls:
@@ -384,40 +383,34 @@ class TrajectoryTools:
 
         While a call waits the turn's limit counts, in which its own one lies.
         """
-        session, checked = self._opened[call.tool], call.checked
-        assert checked is not None and isinstance(call.call, ToolCall)  # noqa: PT018
+        session, gate, checked = self._opened[call.tool], self._gates[call.tool], call.checked
+        assert checked is not None
 
         async def execute() -> ToolResult:
             return normalise_result(await session.execute(checked))
 
-        key = call.call.arguments, self._kwargs.get(call.tool)
+        key = getattr(call.call, "arguments", None), self._kwargs.get(call.tool)
         what = f"tool {call.tool!r} of trajectory {self._context.uid}/{self._context.member}"
         serial = session.serial
-        waits = serial is not None or self._gates[call.tool].has_queue
-        with turn.open(None, "") if waits else nullcontext():
+        with turn.open(None, "") if serial is not None or gate.has_queue else nullcontext():
             async with nullcontext() if serial is None else self._locks[id(serial)]:
                 call.began = self._clock()
                 self.running[call] = None
                 call.emit_started()
                 try:
-                    call.result = await self._gates[call.tool].answer(execute, key, turn, what)
+                    call.result = await gate.answer(execute, key, turn, what)
                 finally:
-                    self._end_call(call)
+                    self.end_call(call)
 
     # Figures.
 
-    def _end_call(self, call: Call) -> None:
-        """Count a call that ran, unless it was abandoned before."""
+    def end_call(self, call: Call) -> None:
+        """Count a call that ran; also one that was given up and will not end, as cancelled."""
         if call in self.running:
             del self.running[call]
             self.idle_since = self._clock()
             self.seconds += (seconds := self.idle_since - call.began)
             self._count(call, seconds)
-
-    def abandon(self) -> None:
-        """Count calls that were given up and will not end, as cancelled ones."""
-        for call in tuple(self.running):
-            self._end_call(call)
 
     def _count(self, call: Call, seconds: float, *, is_refused: bool = False) -> None:
         """Count a call that has its result, or was cancelled, and emit its event: here only."""
@@ -486,7 +479,7 @@ class TrajectoryTools:
                     if name in self._opened:  # another conversation has opened it
                         return
                     limit, containment = outer.open(tool_s, "limits.tool_s"), current_containment()
-                    code = containment and Contained[None](containment, what, what)
+                    code = None if containment is None else Contained[None](containment, what, what)
                     open_session = partial(self._open_session, tool, context, limit, code)
                     await attempt(open_session, limit=limit, what=what, code=code)
         except LimitExceeded:

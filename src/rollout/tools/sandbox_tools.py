@@ -333,20 +333,18 @@ class EditTool(SandboxTool):
                 await sandbox.write_file(path, text)
                 return ToolResult(f"{path} is written: {len(_split(text))} lines")
             text = (await sandbox.read_file(path)).decode(errors="surrogateescape")
-            if command == "insert":
-                new = arguments["new_str"]
-                text, line = _insert(text, int(arguments["insert_line"]), new)
-            else:
-                new = arguments.get("new_str", "")
-                text, line = _replace(text, arguments["old_str"], new)
-            await sandbox.write_file(path, text.encode(errors="surrogateescape"))
+            find = _find_insertion if command == "insert" else _find_replaced
+            start, end, new = find(text, arguments)
+            changed = text[:start] + new + text[end:]
+            await sandbox.write_file(path, changed.encode(errors="surrogateescape"))
         except KeyError as error:
             raise ToolError(f"{command} needs {error.args[0]}") from error
         except IsADirectoryError as error:
             raise ToolError(f"{path} is a directory, which only `view` takes") from error
         except OSError as error:
             raise ToolError(f"{path}: {error.strerror or error}") from error
-        shown = _number(_split(text), line - 3, line + new.count("\n") + 4)
+        line = text.count("\n", 0, start) + 1
+        shown = _number(_split(changed), line - 3, line + new.count("\n") + 4)
         return ToolResult(f"{path} is changed:\n{shown}")
 
 
@@ -377,30 +375,31 @@ def _number(lines: list[str], first: int, last: int) -> str:
     return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
-def _insert(text: str, after: int, new: str) -> tuple[str, int]:
-    """The text with `new` as lines of its own, and the number of the first."""
-    lines = _split(text)
+def _find_insertion(text: str, arguments: dict[str, Any]) -> tuple[int, int, str]:
+    """Where `insert` inserts: start, end and what stands there afterwards, as lines of its own."""
+    new, after, lines = arguments["new_str"], int(arguments["insert_line"]), _split(text)
     if not 0 <= after <= len(lines):
         raise ToolError(f"insert_line = {after}: the file has {len(lines)} lines")
-    before, new = "".join(lines[:after]), new if new.endswith("\n") else f"{new}\n"
-    if before and not before.endswith("\n"):  # the last line has no end
-        before += "\n"
-    return before + _fit_line_ends(new, text) + "".join(lines[after:]), after + 1
+    start = sum(map(len, lines[:after]))
+    new = _fit_line_ends(new if new.endswith("\n") else f"{new}\n", text)
+    return start, start, f"\n{new}" if start and text[start - 1] != "\n" else new
 
 
-def _replace(text: str, old: str, new: str) -> tuple[str, int]:
-    """The text with the one `old` replaced, and the number of the line where it was."""
-    old, new = old if old in text else _fit_line_ends(old, text), _fit_line_ends(new, text)
-    before, found, after = text.partition(old) if old else (text, "", "")
-    if not found:
+def _find_replaced(text: str, arguments: dict[str, Any]) -> tuple[int, int, str]:
+    """Start and end of the one `old_str`, and what stands there afterwards."""
+    old, new = arguments["old_str"], _fit_line_ends(arguments.get("new_str", ""), text)
+    old = old if old in text else _fit_line_ends(old, text)
+    start, last = text.find(old), text.rfind(old)
+    if start < 0 or not old:
         raise ToolError("old_str does not occur in the file, which is unchanged")
-    line, last = (text.count("\n", 0, at) + 1 for at in (text.find(old), text.rfind(old)))
-    if text.rfind(old) > len(before):
+    if start < last:
+        first_line, last_line = (text.count("\n", 0, at) + 1 for at in (start, last))
         raise ToolError(
-            f"old_str occurs more than once, first in line {line} and last in line {last}; the "
-            "file is unchanged: give enough of what is around it that it occurs once"
+            f"old_str occurs more than once, first in line {first_line} and last in line "
+            f"{last_line}; the file is unchanged: give enough of what is around it that it occurs "
+            "once"
         )
-    return before + new + after, line
+    return start, start + len(old), new
 
 
 def _fit_line_ends(new: str, text: str) -> str:
