@@ -35,13 +35,7 @@ def is_shipped(names: str) -> bool:
 def make_shipped(
     names: Sequence[str], *, search_url: str = "", max_pictures: int = 0
 ) -> list[Tool]:
-    """One tool for each name of `SHIPPED`, or ``search``.
-
-    Args:
-        names: Of the tools.
-        search_url: Of the retriever that the search asks.
-        max_pictures: Of a program's call, which the model is shown; see `PythonTool`.
-    """
+    """One tool for each name of `SHIPPED`, or ``search``, which asks the retriever at the URL."""
     python, shell = PythonTool(max_pictures=max_pictures), ShellTool(max_pictures=max_pictures)
     made = {tool.name: tool for tool in (calculator, EditTool(), finish, python, shell, submit)}
     return [made[name] if name in made else SearchTool(search_url) for name in names]
@@ -59,14 +53,8 @@ async def finish(answer: str, context: ToolContext) -> ToolResult:
     return ToolResult("The answer is recorded.", data=answer, end_trajectory=True)
 
 
-@function_tool
-async def submit(answer: str, context: ToolContext) -> ToolResult:
-    """Submit your final answer; the task ends with it.
-
-    Args:
-        answer: The final answer.
-    """
-    return await finish(answer, context)
+#: `finish` by another name.
+submit = function_tool("submit")(finish.function)
 
 
 # Calculator.
@@ -200,20 +188,13 @@ class SearchTool(FunctionTool[..., ToolResult]):
         count: dict[str, Any] = {"type": "integer", "minimum": 1, "maximum": max_top_k}
         count |= {"default": top_k, "description": "How many passages."}
         parameters = {"type": "object", "properties": {"query": query, "top_k": count}}
-        schema = {
-            "name": name,
-            "description": description or "Search for passages about the query, the best first.",
-            "parameters": {**parameters, "required": ["query"]},
-        }
+        text = description or "Search for passages about the query, the best first."
+        schema = {"name": name, "description": text, "parameters": parameters}
+        parameters["required"] = ["query"]
         super().__init__(self.search, schema=schema, policy=ToolPolicy(retries=2))
 
     def search(self, query: str, top_k: int | None = None) -> ToolResult:
-        """The passages that the retriever finds.
-
-        Raises:
-            TransientError: It does not answer.
-            ToolError: It refuses, or its answer is none of a retriever.
-        """
+        """The passages that the retriever finds; a `TransientError` where it does not answer."""
         body = {"queries": [query], "topk": top_k or self.top_k, "return_scores": True}
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)

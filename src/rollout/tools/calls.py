@@ -98,10 +98,8 @@ async def attempt(
 ) -> T:
     """Await what `action` returns; it runs in a task of its own.
 
-    Args:
-        action: Runs within `limit`.
-        what: What it is, for messages, also where it blocks the event loop.
-        code: Runs it, also where it is paused; None: another one, of which nobody knows.
+    It runs within `limit`, by `code` or, where that is None, by another one. `what` is what it is,
+    for messages, also where it blocks the event loop.
 
     Raises:
         ToolError: It raised anything but KeyboardInterrupt, which is raised as itself; or `limit`
@@ -134,12 +132,7 @@ async def attempt(
 
 
 class ToolGate:
-    """Runs the calls of one tool as its policy says, for all trajectories of a runtime.
-
-    Attributes:
-        tool: The tool.
-        has_queue: Whether calls may wait for a slot.
-    """
+    """Runs the calls of one tool as its policy says, for all trajectories of a runtime."""
 
     def __init__(self, tool: Tool, tool_s: float | None, tally: Tally) -> None:
         self.tool, self._policy, self._tally = tool, (policy := tool.policy), tally
@@ -154,11 +147,7 @@ class ToolGate:
         self._failures, self._last_failure, self._refuses_until = 0, "", -math.inf
 
     def check(self, arguments: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Make the arguments that the tool gets, of the model's and of the prompt's for functions.
-
-        Raises:
-            ToolError: They are wrong.
-        """
+        """Make the arguments that the tool gets; functions get the prompt's too."""
         if isinstance(self.tool, FunctionTool):
             return self.tool.check(arguments, kwargs)
         return self._check.check(arguments)

@@ -106,21 +106,13 @@ class ToolExecutor:
         return tuple(self._gates)
 
     def names_for(self, prompt: Prompt) -> Sequence[str] | None:
-        """Names of the tools that a prompt is offered.
-
-        Raises:
-            ToolError: It asks wrongly for one.
-        """
+        """Names of the tools that a prompt is offered; a `ToolError` where it asks wrongly."""
         if prompt.tools is not None:
             return prompt.tools
         return [name for name, gate in self._gates.items() if gate.tool.is_offered(prompt)]
 
     async def prepare(self) -> None:
-        """Let each tool make sure that it can answer here.
-
-        Raises:
-            ToolError: The first one that cannot says why.
-        """
+        """Let each tool make sure that it can answer here; a `ToolError` says why one cannot."""
         tools = [gate.tool for gate in self._gates.values()]
         for tool in tools:
             await tool.prepare()
@@ -133,11 +125,7 @@ class ToolExecutor:
             raise ToolError(f"isolation = 'process': {error}") from error
 
     def schemas(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """Schemas of the tools offered, in the order of `names`; None takes all.
-
-        Raises:
-            ToolError: A name is unknown; the known ones are listed.
-        """
+        """Schemas of the tools offered, in the order of `names`; None takes all."""
         return [gate.tool.schema for gate in self._select(names).values()]
 
     def open_session(
@@ -443,9 +431,6 @@ class TrajectoryTools:
         """Open and begin the tools with `Tool.opens_first`; what they observe, in their order.
 
         What `ToolSession.begin` raises leaves as itself.
-
-        Raises:
-            ToolError: One could not be opened.
         """
         for name, gate in self._gates.items():
             if gate.tool.opens_first:
@@ -471,9 +456,6 @@ class TrajectoryTools:
         tool, what = self._gates[name].tool, f"open of tool {name!r}"
         context = replace(self._context, kwargs=dict(self._kwargs.get(name) or {}))
         try:
-            if isinstance(tool, FunctionTool):  # which has nothing to wait for
-                self._opened[name] = tool.open_session(context)
-                return
             with outer.open(None, ""):
                 async with self._locks[id(self)]:
                     if name in self._opened:  # another conversation has opened it
@@ -493,7 +475,7 @@ class TrajectoryTools:
     ) -> None:
         """Open a session, and close it in the same task: it may have a group open.
 
-        Where it has something to close its task pauses, until `_close_session` has it go on.
+        The task of one that has something to close pauses until `_close_session` has it go on.
         """
         session = await tool.open(context)
         if not isinstance(session, ToolSession):

@@ -210,7 +210,7 @@ class FunctionTool(Tool, Generic[P, R]):
         self.name = name or (function.__name__ if schema is None else schema["function"]["name"])
         self.function: Callable[P, R] = function
         self.policy = policy or self.policy
-        self._backend, self._is_isolated = backend, isolation == "process"
+        self.backend, self._is_isolated = backend, isolation == "process"
         #: The parameter that receives the `ToolContext`; and whether there is a ``**kwargs``.
         self.context_name, self._takes_others = "", False
         self.schema = schema or {"type": "function", "function": {"name": self.name}}
@@ -223,8 +223,8 @@ class FunctionTool(Tool, Generic[P, R]):
     def _read_parameters(self, *, is_documented: bool) -> Collection[str]:
         """Read the function's parameters, for the model and for `check`; their names.
 
-        With `is_documented` these make the tool's schema, and there must be a docstring and
-        annotations; else, as the schema is given, a parameter without one takes any value.
+        With `is_documented` these make the tool's schema; else the schema is given, and a parameter
+        without an annotation takes any value.
         """
         description, descriptions = parse_docstring(self.function.__doc__)
         try:
@@ -304,15 +304,7 @@ class FunctionTool(Tool, Generic[P, R]):
         return f"<FunctionTool {self.name}>"
 
     async def open(self, context: ToolContext) -> ToolSession:
-        """See `open_session`."""
-        return self.open_session(context)
-
-    def open_session(self, context: ToolContext) -> ToolSession:
-        """A session that calls the function with arguments that `check` returned.
-
-        Raises:
-            ToolError: The prompt's kwargs name no parameter.
-        """
+        """See `Tool.open`; a `ToolError` where the prompt's kwargs name no parameter."""
         names = context.kwargs.keys() - METHOD_KWARGS
         if unknown := ", ".join(sorted(n for n in names if not self._takes(n))):
             known = ", ".join(sorted(self._properties)) or "none"
@@ -323,10 +315,8 @@ class FunctionTool(Tool, Generic[P, R]):
     def check(self, arguments: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments that the function gets: the prompt's kwargs override the model's.
 
-        In the types of the function; as they are where it runs in a process, which reads them.
-
-        Raises:
-            ToolError: It names each missing, unknown and wrong one, and what was expected.
+        In the types of the function; as they are where it runs in a process, which reads them. A
+        `ToolError` names each missing, unknown and wrong one, and what was expected.
         """
         fixed = {name: value for name, value in kwargs.items() if self._takes(name)}
         merged = self._schema_check.check(arguments, fixed) | fixed
@@ -334,11 +324,7 @@ class FunctionTool(Tool, Generic[P, R]):
         return merged if self._is_isolated else typed
 
     def _read_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments that fit the schema as the function's types (an Enum member, a dataclass, …).
-
-        Raises:
-            ToolError: One has no value of its type.
-        """
+        """Arguments that fit the schema as the function's types: an Enum member, a dataclass, …"""
         others = {name: arguments[name] for name in arguments.keys() - self._properties}
         try:
             return others | self._adapter.validate_python(arguments)
@@ -351,11 +337,7 @@ class FunctionTool(Tool, Generic[P, R]):
 
     @functools.cached_property
     def function_ref(self) -> FunctionRef | None:
-        """Where its process finds the function; None: it runs in none.
-
-        Raises:
-            ToolError: The function's name leads to something else.
-        """
+        """Where its process finds the function; None: it runs in none."""
         if not self._is_isolated:
             return None
         try:
@@ -364,39 +346,6 @@ class FunctionTool(Tool, Generic[P, R]):
             )
         except NotImportableError as error:
             raise self._make_error(f"isolation = 'process' {error}") from None
-
-    async def run(self, arguments: Mapping[str, Any], context: ToolContext) -> Any:
-        """Call the function with checked arguments, where it runs.
-
-        Cancellation abandons a thread, and kills a process with its group.
-
-        Raises:
-            ToolError: It runs in a process, where it raised, or which died.
-            TransientError: It raised there what its policy calls transient.
-        """
-        if self._is_isolated:
-            return await self._run_isolated(arguments, context)
-        if self.context_name:
-            arguments = {**arguments, self.context_name: context}
-        call = functools.partial(self.function, **arguments)
-        return await context.threads.call(self.name, call, backend=self._backend)
-
-    async def _run_isolated(self, arguments: Mapping[str, Any], context: ToolContext) -> ToolResult:
-        if context.processes is None or self.function_ref is None:
-            raise ToolError(f"{self.name}: this ToolContext has no processes to run in")
-        try:
-            body = msgspec.msgpack.encode((self.name, arguments))
-        except (TypeError, ValueError, OverflowError) as error:  # tools_kwargs hold any object
-            raise ToolError(f"{self.name}: its arguments are not plain data: {error}") from error
-        try:
-            async with context.processes.worker() as child:
-                reply = await child.ask(self.function_ref, body)
-                return msgspec.msgpack.decode(reply, type=ToolResult)
-        except ChildDiedError as error:
-            raise ToolError(f"the process of {self.name!r} {error}") from None
-        except ChildRaisedError as error:
-            is_transient = error.cause.type == TransientError.__qualname__
-            raise (TransientError if is_transient else ToolError)(error.cause.message) from None
 
     def _make_error(self, text: str) -> ToolError:
         return ToolError(f"function tool {self.name!r}: {text}")
@@ -409,7 +358,35 @@ class _FunctionSession(ToolSession):
         self._tool, self._context = tool, context
 
     async def execute(self, call: ToolCall) -> Any:
-        return await self._tool.run(call.arguments, self._context)
+        """Call the function with arguments that `check` returned, where it runs.
+
+        Cancellation abandons a thread, and kills a process with its group.
+        """
+        tool, context, arguments = self._tool, self._context, call.arguments
+        if tool.function_ref is not None:
+            return await self._run_isolated(tool.function_ref, arguments)
+        if tool.context_name:
+            arguments = {**arguments, tool.context_name: context}
+        function = functools.partial(tool.function, **arguments)
+        return await context.threads.call(tool.name, function, backend=tool.backend)
+
+    async def _run_isolated(self, ref: FunctionRef, arguments: Mapping[str, Any]) -> ToolResult:
+        name, processes = self._tool.name, self._context.processes
+        if processes is None:
+            raise ToolError(f"{name}: this ToolContext has no processes to run in")
+        try:
+            body = msgspec.msgpack.encode((name, arguments))
+        except (TypeError, ValueError, OverflowError) as error:  # tools_kwargs hold any object
+            raise ToolError(f"{name}: its arguments are not plain data: {error}") from error
+        try:
+            async with processes.worker() as child:
+                reply = await child.ask(ref, body)
+                return msgspec.msgpack.decode(reply, type=ToolResult)
+        except ChildDiedError as error:
+            raise ToolError(f"the process of {name!r} {error}") from None
+        except ChildRaisedError as error:
+            is_transient = error.cause.type == TransientError.__qualname__
+            raise (TransientError if is_transient else ToolError)(error.cause.message) from None
 
 
 @typing.overload
@@ -445,15 +422,7 @@ def function_tool(function: Any = None, /, *, name: str | None = None, **options
 
 
 def answer(found: Any, body: bytes) -> bytes:
-    """A call's `ToolResult`, encoded.
-
-    Args:
-        found: The function, or the `FunctionTool` that it is in.
-        body: The tool's name, and the arguments.
-
-    Raises:
-        ToolError: The function raised; a `TransientError` where its policy says so.
-    """
+    """A call's `ToolResult`, encoded; `found` is the function, or the `FunctionTool` it is in."""
     name, arguments = msgspec.msgpack.decode(body)
     tool = found if isinstance(found, FunctionTool) else _make_tool(found, name)
     try:

@@ -42,11 +42,7 @@ def load_tools(path: str | Path) -> list[Tool | ToolProvider]:
 
 
 def find_tools(module: ModuleType) -> list[Tool | ToolProvider]:
-    """The tools at the top level of a module.
-
-    Raises:
-        ToolError: It has none.
-    """
+    """The tools at the top level of a module; a `ToolError` where it has none."""
     values = vars(module).values()
     tools = {id(value): value for value in values if isinstance(value, Tool | ToolProvider)}
     functions = _import_reader("find_functions")(module) if "verl" in sys.modules else ()

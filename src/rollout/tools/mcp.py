@@ -87,13 +87,11 @@ async def connect_mcp(
     names = "rollout.tools.mcp_connection", "mcp", "connect_mcp", ToolError
     sdk: Any = await anyio.to_thread.run_sync(import_extra, *names)  # it takes seconds
 
-    def open_transport(errors: Any, on_end: Callable[[], None]) -> Any:
-        if isinstance(server, str):
-            return sdk.open_http(server, headers, max_answer_bytes)
-        return sdk.open_stdio(server, errors, on_end, env=env, cwd=cwd, max_bytes=max_answer_bytes)
+    open_stdio = partial(sdk.open_stdio, server, max_answer_bytes, env=env, cwd=cwd)
+    open_http = partial(sdk.open_http, server, max_answer_bytes, headers=headers)
+    options = label, open_http if isinstance(server, str) else open_stdio, start_timeout_s, ping_s
 
     def connect() -> Any:
-        options = label, open_transport, start_timeout_s, ping_s
         return sdk.keep_up([sdk.Connection(*options) for _ in range(connections)])
 
     async with open_task_group() as tasks, AsyncExitStack() as stack:
@@ -122,19 +120,18 @@ class _McpTool(Tool):
     ) -> None:
         self._ring, self._connect = ring, connect
         self.name, self.their_name = prefix + theirs.name, theirs.name
-        description = theirs.description or theirs.title or theirs.name
-        function = {"name": self.name, "description": description}
-        function["parameters"] = theirs.input_schema
+        function = {"name": self.name, "parameters": theirs.input_schema}
+        function["description"] = theirs.description or theirs.title or theirs.name
         self.schema = {"type": "function", "function": function}
 
     async def open(self, context: ToolContext) -> ToolSession:
         """A session on the trajectory's connection, which the first of its tools acquires."""
         key = f"{__name__}.{id(self._connect)}"
-        if (connection := context.state.get(key) or next(self._ring, None)) is not None:
-            context.state[key] = connection
-            return _McpSession(connection, self.their_name)
-        context.state[key], *held = await self._connect()
-        return _OwningSession(context.state[key], self.their_name, *held)
+        if (connection := context.state.get(key) or next(self._ring, None)) is None:
+            context.state[key], *held = await self._connect()
+            return _OwningSession(context.state[key], self.their_name, *held)
+        context.state[key] = connection
+        return _McpSession(connection, self.their_name)
 
 
 async def _hold(connect: Callable[[], Any], *, task_status: Any) -> None:

@@ -48,9 +48,10 @@ _TOO_LONG = "byte limit"
 MAX_LINE = 64 * 2**20
 #: How the SDK words that the connection is gone, and that it got a 404.
 _CLOSED, _UNKNOWN_SESSION = ("Connection closed", "SSE stream"), "Session terminated"
-#: What reading and writing raise once the other side is gone, or ours is closed.
-_GONE = (OSError, anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError)
-_GONE += (anyio.IncompleteRead, anyio.DelimiterNotFound)
+#: What writing raises once the other side is gone, or ours is closed.
+_GONE = (OSError, anyio.ClosedResourceError, anyio.BrokenResourceError)
+#: … and reading a line, where the output has ended, or the line does not end.
+_NO_LINE = (*_GONE, anyio.IncompleteRead, anyio.DelimiterNotFound)
 #: The id of a message, within `_ENDS` bytes of one of its ends: servers write it first or last.
 _ENDS = 4096
 _ID = re.compile(
@@ -70,8 +71,7 @@ def _is_over(error: MCPError) -> bool:
 async def keep_up(connections: Sequence[Connection]) -> AsyncIterator[Sequence[Connection]]:
     """Connect them, and connect them again whenever their server is lost, until the block ends.
 
-    Raises:
-        ToolError: A first connection failed; later failures are logged, and tried again.
+    A `ToolError` where a first connection failed; later failures are logged, and tried again.
     """
     async with open_task_group() as tasks:
         for connection in connections:
@@ -107,11 +107,7 @@ class Connection:
         self.tried, self._ended = anyio.Event(), anyio.Event()
 
     async def keep(self) -> None:
-        """Connect, and connect again when the server is lost, until cancelled.
-
-        Raises:
-            ToolError: The first connection failed.
-        """
+        """Connect, and again when the server is lost, until cancelled; the first must succeed."""
         backoff_s = 0.0
         while True:
             if await self._serve():
@@ -174,12 +170,7 @@ class Connection:
             self._ended.set()
 
     async def call(self, name: str, arguments: dict[str, Any]) -> mcp_types.CallToolResult:
-        """Call a tool of the server's; waits for a connection that is being made again.
-
-        Raises:
-            ToolError: The server refused the call, or cannot be reached again; or it ended or
-                froze with the call under way.
-        """
+        """Call a tool of the server's; waits for a connection that is being made again."""
         await self.tried.wait()
         if (client := self._client) is None:
             raise ToolError(
@@ -228,12 +219,12 @@ def bound_line(line: bytes, max_bytes: int) -> bytes:
 @asynccontextmanager
 async def open_stdio(
     command: Sequence[str],
+    max_bytes: int,
     errors: Any,
     on_end: Callable[[], None],
     *,
     env: Mapping[str, str] | None,
     cwd: str | None,
-    max_bytes: int,
 ) -> AsyncIterator[tuple[Any, Any]]:
     """The streams to and from a server that runs in a process of its own.
 
@@ -251,7 +242,7 @@ async def open_stdio(
 
     async def read() -> None:
         buffered = BufferedByteReceiveStream(stdout)
-        with to_client, suppress(*_GONE):
+        with to_client, suppress(*_NO_LINE):
             while True:
                 line = bound_line(await buffered.receive_until(b"\n", MAX_LINE), max_bytes)
                 try:
@@ -292,7 +283,7 @@ async def _end(process: Process, stdin: ByteSendStream) -> None:
 
 @asynccontextmanager
 async def open_http(
-    url: str, headers: Mapping[str, str] | None, max_bytes: int
+    url: str, max_bytes: int, *_: Any, headers: Mapping[str, str] | None
 ) -> AsyncIterator[tuple[Any, Any]]:
     """The streams to and from a server over HTTP; a call's own deadline bounds its answer."""
 

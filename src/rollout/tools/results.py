@@ -185,8 +185,7 @@ def _is_part(value: Any) -> bool:
 def read_parts(where: str, parts: Iterable[Any], separator: str = "\n") -> ToolResult:
     """The result in parts of a content: texts, with what separates them, and media.
 
-    Raises:
-        MediaError: A part is audio, or nothing known.
+    A `MediaError` where a part is audio, or nothing known.
     """
     texts, media = list[str](), dict[str, list[Any]](image=[], video=[])
     for at, part in enumerate(parts):

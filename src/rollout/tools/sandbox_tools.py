@@ -20,8 +20,6 @@ from rollout.tools.tool import Tool, ToolContext, ToolSession, check_options
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.types import ToolCall
 
@@ -82,9 +80,8 @@ _PICTURES = (
 )
 # From within: what the path itself is called, and that it is a link, does not count.
 _LIST = (
-    "cd -- \"$1\" && find . -maxdepth 2 ! -path '*/.*' ! -path '*/node_modules/*' -type d -exec "
-    "printf '%s/\\n' {} + ; find . -maxdepth 2 ! -path '*/.*' ! -path '*/node_modules/*' "
-    "! -type d -exec printf '%s\\n' {} +"
+    "cd -- \"$1\" && find . -maxdepth 2 ! -path '*/.*' ! -path '*/node_modules/*' "
+    "\\( -type d -exec printf '%s/\\n' {} + -o -exec printf '%s\\n' {} + \\)"
 )
 
 
@@ -107,8 +104,7 @@ class SandboxTool(Tool):
 
     needs_sandbox = True
     description: str
-    parameters: ClassVar[dict[str, Any]]
-    required: ClassVar[Sequence[str]]
+    parameters: ClassVar[dict[str, Any]]  # of which the first two are required
 
     def __init__(
         self,
@@ -124,7 +120,7 @@ class SandboxTool(Tool):
         if max_pictures:
             text += " Pictures that it saves as .png or .jpg in its directory are shown."
         parameters: dict[str, Any] = {"type": "object", "properties": self.parameters}
-        parameters |= {"required": self.required, "additionalProperties": False}
+        parameters |= {"required": [*self.parameters][:2], "additionalProperties": False}
         function = {"name": self.name, "description": text, "parameters": parameters}
         self.schema = {"type": "function", "function": function}
 
@@ -211,7 +207,6 @@ class PythonTool(SandboxTool):
         "The value of a last expression is shown."
     )
     parameters: ClassVar = {"code": {"type": "string", "description": "The Python code to run."}}
-    required: ClassVar = ["code"]
 
     def __init__(self, name: str | None = None, *, python: str = "python3", **options: Any) -> None:
         super().__init__(name, **options)
@@ -222,7 +217,7 @@ class PythonTool(SandboxTool):
             _START, self.python, program=read_program("python_session")
         )
         note = f"[{_GONE}]\n" if session.is_lost else ""
-        session.is_lost = True  # until it has answered
+        session.is_lost, printed = True, b""  # until it has answered
         try:
             result = await session.sandbox.exec(
                 ["/bin/sh", "-c", _CELL, "sh", directory, str(CAP)],
@@ -231,18 +226,17 @@ class PythonTool(SandboxTool):
                 max_output_bytes=CAP + 64,
                 keep="head",
             )
+            session.is_lost, printed = bool(result.exit_code), result.stdout
+            reason = "the interpreter has ended"
         except SandboxTimeout as error:
-            output = await session.kill_interpreter()
-            return _report_failure(output, f"timed out after {error.seconds:g} s; {_GONE}")
-        except BaseException:
-            with anyio.CancelScope(shield=True), suppress(SandboxError):
-                await session.kill_interpreter()
-            raise
-        if result.exit_code:
-            await session.kill_interpreter()
-            return _report_failure(result.stdout, f"the interpreter has ended; {_GONE}")
-        session.is_lost = False
-        head, _, output = result.stdout.partition(b"\n")
+            reason = f"timed out after {error.seconds:g} s"
+        finally:
+            if session.is_lost:
+                with anyio.CancelScope(shield=True), suppress(SandboxError):
+                    printed = await session.kill_interpreter() or printed
+        if session.is_lost:
+            return _report_failure(printed, f"{reason}; {_GONE}")
+        head, _, output = printed.partition(b"\n")
         is_ok, size = map(int, head.split())
         text = note + output.decode(errors="replace")
         if size > CAP:
@@ -265,7 +259,6 @@ class ShellTool(SandboxTool):
         "background needs its output in a file: command >log 2>&1 &"
     )
     parameters: ClassVar = {"command": {"type": "string", "description": "The command line."}}
-    required: ClassVar = ["command"]
 
     async def _answer(self, session: SandboxSession, arguments: dict[str, Any]) -> ToolResult:
         directory = session.directory or await session.make_directory(_MAKE + 'echo "$d"')
@@ -318,7 +311,6 @@ class EditTool(SandboxTool):
             "description": "The first and the last line to view; -1 for the end.",
         },
     }
-    required: ClassVar = ["command", "path"]
 
     def __init__(self, name: str | None = None, *, description: str | None = None) -> None:
         super().__init__(name, description=description)

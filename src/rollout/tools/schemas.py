@@ -48,8 +48,7 @@ class SchemaCheck:
     def check(self, arguments: Any, fixed: Collection[str] = ()) -> dict[str, Any]:
         """Return right arguments, but for those that are `fixed`: the prompt has these.
 
-        Raises:
-            ToolError: It names each missing, unknown and wrong one.
+        A `ToolError` names each missing, unknown and wrong one.
         """
         if not isinstance(arguments, Mapping):
             text = f"{arguments!r:.80} is no object of arguments"
@@ -113,11 +112,7 @@ def quote_all(names: Iterable[str]) -> str:
 
 
 def as_openai_schema(schema: Any, what: str) -> dict[str, Any]:
-    """A tool's schema in OpenAI's form; the function alone gets its envelope.
-
-    Raises:
-        ToolError: It is neither; the text begins with `what`.
-    """
+    """A tool's schema in OpenAI's form; the function alone gets its envelope."""
     if isinstance(schema, Mapping) and "function" not in schema and "name" in schema:
         # The function alone, or in the form of OpenAI's Responses API.
         inner = {key: value for key, value in schema.items() if key != "type"}
@@ -133,11 +128,7 @@ def as_openai_schema(schema: Any, what: str) -> dict[str, Any]:
 
 
 def inline_references(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema without ``$ref`` and ``$defs``; titles are left out.
-
-    Raises:
-        TypeError: A type within it contains itself, or a reference leads nowhere.
-    """
+    """A schema without ``$ref``, ``$defs`` and titles; a `TypeError` where it contains itself."""
     definitions = {**schema.get("definitions", {}), **schema.get("$defs", {})}
 
     def inline(node: Any, within: tuple[str, ...] = ()) -> Any:

@@ -38,11 +38,7 @@ ExceptionTypes = Annotated[
 
 
 def check_options(what: str, **options: tuple[Any, Any]) -> None:
-    """Check values, each given with its rule.
-
-    Raises:
-        ToolError: It begins with `what`, and lists every value that is out of bounds.
-    """
+    """Check values, each given with its rule; a `ToolError` lists all that are out of bounds."""
     found = {name: validate(rule, value)[1] for name, (rule, value) in options.items()}
     if faults := [str(each.below(name)) for name, faults in found.items() for each in faults]:
         raise ToolError(f"{what}: {'; '.join(faults)}")
@@ -238,9 +234,6 @@ async def open_tools(tools: Sequence[Any]) -> AsyncIterator[list[Any]]:
     """The tools, with those in place of each async context manager that it gives when entered.
 
     Entered in order and left in the reverse one, when the block ends.
-
-    Raises:
-        ToolError: As the context managers do.
     """
     async with AsyncExitStack() as stack:
         opened: list[Any] = []
