@@ -57,9 +57,6 @@ async def finish(answer: str, context: ToolContext) -> ToolResult:
 submit = function_tool("submit")(finish.function)
 
 
-# Calculator.
-
-
 @function_tool
 async def calculator(expression: str) -> ToolResult:
     """Evaluate an arithmetic expression.
@@ -76,9 +73,8 @@ async def calculator(expression: str) -> ToolResult:
 def calculate(expression: str) -> Number:
     """Calculate the value of an arithmetic expression, with Python's precedence.
 
-    Operators: ``+ - * / // % **`` and parentheses; ``×``, ``·``, ``÷`` and ``−`` are read as
-    ``*``, ``*``, ``/`` and ``-``, and ``^`` as power. Integers stay exact, also through ``/``
-    where it leaves no rest.
+    Operators: ``+ - * / // % **`` and parentheses, also written ``× · ÷ −`` and, for power, ``^``.
+    Integers stay exact, also through ``/`` where it leaves no rest.
 
     Raises:
         ValueError: It is no such expression, divides by zero, has no real value, is nested
@@ -149,9 +145,6 @@ _OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
 }
 
 
-# Search.
-
-
 class SearchTool(FunctionTool[..., ToolResult]):
     """Answers a query with the passages of a retriever; `ToolResult.data` lists its documents.
 
@@ -160,14 +153,9 @@ class SearchTool(FunctionTool[..., ToolResult]):
 
     Args:
         url: Of the retriever.
-        name: What the model calls it.
-        top_k: Passages where the model asks for no number.
-        max_top_k: Most that it can ask for.
-        description: What the model reads about it; None takes ours.
+        name, description: What the model calls it, and reads about it; None takes ours.
+        top_k, max_top_k: Passages where the model asks for no number, and most that it can ask for.
         timeout_s: Of one request; one that fails is made again, twice.
-
-    Raises:
-        ToolError: An argument is wrong.
     """
 
     def __init__(
@@ -201,7 +189,12 @@ class SearchTool(FunctionTool[..., ToolResult]):
         try:
             with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
                 found = list(json.loads(answer.read(MAX_ANSWER))["result"][0])
-            passages = [_show_passage(each, number) for number, each in enumerate(found, 1)]
+            passages = []
+            for number, each in enumerate(found, 1):
+                document = each.get("document", each)
+                title = f" {document['title']}" if document.get("title") else ""
+                text = document.get("contents", document.get("text", ""))
+                passages.append(f"[{document.get('id', number)}]{title}\n{text}")
         except urllib.error.HTTPError as error:
             error.close()
             kind = TransientError if error.code >= 500 or error.code == 429 else ToolError
@@ -211,10 +204,3 @@ class SearchTool(FunctionTool[..., ToolResult]):
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ToolError(f"the retriever gave no list of results ({error!r:.100})") from error
         return ToolResult("\n\n".join(passages) or "No passage was found.", data=found)
-
-
-def _show_passage(found: dict[str, Any], number: int) -> str:
-    document = found.get("document", found)
-    title = f" {document['title']}" if document.get("title") else ""
-    text = document.get("contents", document.get("text", ""))
-    return f"[{document.get('id', number)}]{title}\n{text}"

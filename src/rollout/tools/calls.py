@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout")
 T = TypeVar("T")
-#: Characters of an error that an event says.
-MAX_SHOWN = 200
 
 
 class CallEvents(msgspec.Struct, frozen=True):
@@ -85,7 +83,7 @@ class Call(msgspec.Struct, eq=False, gc=False):
             call_id=getattr(self.call, "id", "") or "",
             is_refused=is_refused,
             is_error=self.is_error,
-            error=("cancelled" if shown is None else shown)[:MAX_SHOWN] if self.is_error else "",
+            error=("cancelled" if shown is None else shown)[:200] if self.is_error else "",
             characters=len(shown or ""),
             position=self.position,
             **to.where,

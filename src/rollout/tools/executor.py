@@ -1,9 +1,8 @@
 """The tools of a runtime, and those of each of its trajectories: calls in, results out.
 
 The way of a call: `TrajectoryTools.run` checks it, opens its tool at the first use and runs it
-beside the other calls of its turn; `_run_call` has it wait for its session, and counts it;
-`ToolGate.answer` waits for a slot, tries as often as the tool's policy says and makes a result of
-its failure; `attempt` runs the foreign code within the call's limit.
+beside others; `_run_call` has it wait for its session, and counts it; `ToolGate.answer` waits for a
+slot, tries as the policy says and makes a result of a failure; `attempt` runs the foreign code.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from rollout.tools.results import (
     truncate_text,
 )
 from rollout.tools.schemas import as_openai_schema, quote_all
-from rollout.tools.tool import Tool, ToolContext, ToolPolicy, ToolSession
+from rollout.tools.tool import Tool, ToolContext, ToolSession
 from rollout.types import NOT_PARSED, UNKNOWN_TOOL, InvalidToolCall, ToolCall
 from rollout.utf8 import encodable
 
@@ -92,12 +91,13 @@ class ToolExecutor:
         found, self._tally = [_make_tool(tool) for tool in tools], tally or Tally()
         _refuse_equal_names(found)
         self._gates = {each.name: ToolGate(each, tool_s, self._tally) for each in found}
-        self._threads, self._tool_s, self._cleanup_s = threads, tool_s, cleanup_s
+        self._tool_s, self._cleanup_s = tool_s, cleanup_s
         self._max_calls, self._max_length = max_parallel_calls, max_response_length
         self._side, self._warned = truncate_side, set[str]()
         self._processes = ChildProcesses(
             "rollout.tools.function_tools", max_processes=max_processes, cleanup_s=cleanup_s
         )
+        self._make_context = partial(ToolContext, threads=threads, processes=self._processes)
         self.opens_first = any(tool.opens_first for tool in found)
 
     @property
@@ -142,10 +142,7 @@ class ToolExecutor:
         """The tools of one trajectory; each is opened at its first call. The caller closes them.
 
         `tools_kwargs` of tools that the trajectory is not offered are ignored; a warning says so,
-        once for each name.
-
-        Raises:
-            ToolError: `names` name an unknown tool, or the kwargs of one are no mapping.
+        once for each name. Those that are no mapping, and unknown names, are a `ToolError`.
         """
         gates, kwargs = self._select(names), tools_kwargs or {}
         for name, value in kwargs.items():
@@ -156,14 +153,9 @@ class ToolExecutor:
                 known = f"is no tool here; known: {quote_all(self._gates)}"
                 why = "is not offered to their prompt" if name in self._gates else known
                 logger.warning("tools_kwargs[%r] are ignored: it %s", name, why)
-        context = ToolContext(
-            uid=uid,
-            member=member,
-            threads=self._threads,
-            prompt=prompt,
-            processes=self._processes,
-            extra={} if extra is None else extra,
-            sandbox=sandbox or TrajectorySandbox(),
+        sandbox, extra = sandbox or TrajectorySandbox(), {} if extra is None else extra
+        context = self._make_context(
+            uid=uid, member=member, prompt=prompt, extra=extra, sandbox=sandbox
         )
         return TrajectoryTools(self, gates, context, kwargs)
 
@@ -188,8 +180,6 @@ def _make_tool(tool: Tool | Callable[..., Any]) -> Tool:
     schema = as_openai_schema(getattr(tool, "schema", None), f"{kind}.schema")
     if "function" not in tool.schema or schema["function"]["name"] != name:
         raise ToolError(f"{kind}.name = {name!r}: its schema is of {schema!r:.200}")
-    if not isinstance(tool.policy, ToolPolicy):
-        raise ToolError(f"{kind}.policy = {tool.policy!r:.80}; expected a ToolPolicy")
     return tool
 
 
@@ -261,8 +251,6 @@ class TrajectoryTools:
         names = dict.fromkeys(call.name for call in calls if isinstance(call, ToolCall))
         return [name for name in names if name in self._opened and self._gates[name].tool.stateful]
 
-    # Calls.
-
     async def run(
         self,
         calls: Sequence[ToolCall | InvalidToolCall],
@@ -278,7 +266,6 @@ class TrajectoryTools:
         truncated. Cancellation ends the calls and leaves the sessions open, for `close`.
 
         Args:
-            calls: In the order in which the model wrote them.
             limit: The turn's, within which all must have been answered.
             offered: Names of the tools that could be called; None: all.
             events: Hears of them; None where nobody reads.
@@ -352,10 +339,7 @@ class TrajectoryTools:
         self._count(call, 0.0, is_refused=True)
 
     async def _run_together(self, calls: Sequence[Call], turn: Limit) -> None:
-        """Run calls at the same time, each begun before the next one.
-
-        What one raises ends the others, and leaves as itself.
-        """
+        """Run calls at the same time, each begun before the next; what one raises ends all."""
         if len(calls) == 1:  # a task of its own would cost as much as the call
             return await self._run_call(calls[0], turn)
         try:
@@ -367,10 +351,7 @@ class TrajectoryTools:
             raise unwrap_group(group) from None
 
     async def _run_call(self, call: Call, turn: Limit) -> None:
-        """Run a call, and set its result; those of sessions with one `serial` wait for each other.
-
-        While a call waits the turn's limit counts, in which its own one lies.
-        """
+        """Run a call, and set its result; while it waits for its session the turn's time runs."""
         session, gate, checked = self._opened[call.tool], self._gates[call.tool], call.checked
         assert checked is not None
 
@@ -389,8 +370,6 @@ class TrajectoryTools:
                     call.result = await gate.answer(execute, key, turn, what)
                 finally:
                     self.end_call(call)
-
-    # Figures.
 
     def end_call(self, call: Call) -> None:
         """Count a call that ran; also one that was given up and will not end, as cancelled."""
@@ -424,8 +403,6 @@ class TrajectoryTools:
         self._executor._tally.tool_errors += 1
         if (key := f"tool/{name}/errors") in self.counts:
             self.counts[key] += 1
-
-    # Sessions.
 
     async def open_first(self) -> list[str | Sequence[Mapping[str, Any]]]:
         """Open and begin the tools with `Tool.opens_first`; what they observe, in their order.
@@ -524,9 +501,8 @@ class TrajectoryTools:
     async def close(self) -> None:
         """Close every session once, the last opened first, each within ``limits.cleanup_s``.
 
-        Shielded from cancellation; errors and overruns are logged. Ctrl-C (and on asyncio a bare
-        `Task.cancel`) ends one session's close at once and is raised when all have had theirs.
-        Where a close is given up with its task, another call closes the others.
+        Shielded from cancellation; errors and overruns are logged. Ctrl-C ends one session's close
+        and is raised when all have had theirs. Where a close is given up, call again for the rest.
         """
         self.is_closed = True
         self._opened.clear()

@@ -1,7 +1,4 @@
-"""Python functions as tools: ``@function_tool``, here or in a process of their own.
-
-pydantic reads the annotations, as those of a TypedDict: it writes the schema and makes the values.
-"""
+"""Python functions as tools; pydantic writes their schemas and reads their arguments."""
 
 from __future__ import annotations
 
@@ -146,10 +143,7 @@ def _find_fault(raw: inspect.Parameter, *, is_documented: bool) -> str:
 
 
 def parse_docstring(text: str | None) -> tuple[str, dict[str, str]]:
-    """What stands before the sections, and the parameters' descriptions, their lines joined.
-
-    Google, NumPy and reST style are read.
-    """
+    """What stands before the sections, and the parameters' descriptions; in any known style."""
     clean = inspect.cleandoc(text or "")
     try:
         # It takes a section in the first line for prose.
@@ -177,9 +171,8 @@ class FunctionTool(Tool, Generic[P, R]):
         backend: "asyncio" for an async function that needs asyncio: under trio it runs on one
             asyncio thread of the runtime, and cancellation and deadlines reach it there.
         isolation: "process" runs each call in a child process, which a deadline or a cancellation
-            kills with its group: for code that holds the interpreter, as only threads of their own
-            interpreter can be stopped. The function must be importable; arguments and results
-            cross as plain data.
+            kills with its group: for code that holds the interpreter. The function must be
+            importable; arguments and results cross as plain data.
         stateful: See `Tool.stateful`; None: where it takes a `ToolContext`.
 
     Raises:
@@ -278,7 +271,7 @@ class FunctionTool(Tool, Generic[P, R]):
         function, shown = self.function, self.schema["function"]
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             return "it yields: return one value instead"
-        if backend not in ("native", "asyncio") or isolation not in ("none", "process"):
+        if backend not in typing.get_args(Backend) or isolation not in typing.get_args(Isolation):
             known = "native or asyncio, and none or process"
             return f"backend = {backend!r}, isolation = {isolation!r}; expected {known}"
         if self._is_isolated:
@@ -404,10 +397,9 @@ def function_tool(function: Any = None, /, *, name: str | None = None, **options
 
     The schema is that of `transformers.utils.get_json_schema`, without the result's: types from
     the annotations, which may also be dataclasses and pydantic models, with constraints in
-    `typing.Annotated`; descriptions from the docstring and its ``Args:`` section; defaults from
-    the signature. A parameter annotated `ToolContext` receives the trajectory's context and is
-    hidden from the model. Arguments are checked against the annotations before the function runs.
-    The other options are those of `FunctionTool`.
+    `typing.Annotated`; descriptions from the docstring; defaults from the signature. A parameter
+    annotated `ToolContext` receives the trajectory's context and is hidden from the model. The
+    other options are those of `FunctionTool`.
 
     Raises:
         ToolError: It lists everything that must be written for a model to use the function.
@@ -418,11 +410,8 @@ def function_tool(function: Any = None, /, *, name: str | None = None, **options
     return make if function is None else make(function)
 
 
-# In a child process.
-
-
 def answer(found: Any, body: bytes) -> bytes:
-    """A call's `ToolResult`, encoded; `found` is the function, or the `FunctionTool` it is in."""
+    """In a child process: a call's `ToolResult`, encoded; `found` is the function, or its tool."""
     name, arguments = msgspec.msgpack.decode(body)
     tool = found if isinstance(found, FunctionTool) else _make_tool(found, name)
     try:

@@ -61,14 +61,13 @@ async def connect_mcp(
         tools: Names of those wanted, as the server calls them; None takes all.
         prefix: Put before each name, where servers have tools of equal names.
         connections: For a command, processes; trajectories are spread over them.
-        per_trajectory: Each trajectory has a connection (for a command, a process) of its own,
-            from its first call of one of the tools to its end.
+        per_trajectory: Each trajectory has a connection, and process, of its own, from its first
+            call of one of the tools to its end.
         env, cwd: Of the command: variables added to a small safe set, and its directory.
         headers: Sent with each HTTP request.
         start_timeout_s: From starting a connection to its list of tools.
         ping_s: The server is pinged so often; where it does not answer within as long, it is
-            frozen, and started again. To be longer than the longest call of a server that does
-            nothing else meanwhile; None never pings.
+            started again. Longer than any call of a server that does nothing else meanwhile.
         max_answer_bytes: Longest answer that is kept; an error takes the place of a longer one.
 
     Raises:

@@ -38,10 +38,6 @@ logger = logging.getLogger("rollout.tools")
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 #: From closing a server's standard input to asking it to end, and from there to killing it.
 LEAVE_S, END_S = 2.0, 1.0
-#: Seconds for a connection, and for sending a request, over HTTP.
-CONNECT_S = 30.0
-#: Lines of a command's standard error that the error quotes where it does not start.
-QUOTED_LINES = 10
 #: Stands in the error of each answer that is too long, also in the SDK's own of an event.
 _TOO_LONG = "byte limit"
 #: Bytes of a command's longest line: one that writes a longer one has ended.
@@ -143,7 +139,7 @@ class Connection:
                 self._lose(client)
             if client is None:
                 errors.seek(0)
-                lines = errors.read().splitlines()[-QUOTED_LINES:]
+                lines = errors.read().splitlines()[-10:]
                 self._fault = "\n    ".join([fault, *map(str.rstrip, lines)])
         return client is not None
 
@@ -304,7 +300,7 @@ async def open_http(
     async with (
         httpx2.AsyncClient(
             headers={"Accept-Encoding": "identity", **(headers or {})},
-            timeout=httpx2.Timeout(CONNECT_S, read=None),
+            timeout=httpx2.Timeout(30.0, read=None),  # to connect, and to send a request
             event_hooks={"response": [bound]},
         ) as client,
         streamable_http_client(url, http_client=client, max_sse_event_size=max_bytes) as streams,

@@ -107,12 +107,11 @@ def describe_error(error: BaseException) -> str:
 def normalise_result(value: Any) -> ToolResult:
     """The `ToolResult` that a returned value stands for; an error result where it stands for none.
 
-    Text stays, bytes are read as UTF-8, numbers and bools become their `str`, None becomes
-    "(no output)"; dicts, lists, tuples, arrays and records (dataclasses, attrs, Structs, pydantic
-    models) become JSON and are kept as `data`. A PIL image, `Media` and the bytes of an image's
-    file are what the model sees, and so are those among the parts of a list such as
-    ``[{"type": "text", …}, {"type": "image", …}]``. A plain tuple of a `ToolResult` or a text and a
-    float is a result with its reward.
+    Text stays, bytes are read as UTF-8, numbers become their `str`, None "(no output)"; dicts,
+    lists, tuples, arrays and records become JSON and are kept as `data`. A PIL image, `Media` and
+    the bytes of an image's file are what the model sees, and so are those among the parts of a list
+    such as ``[{"type": "text", …}, {"type": "image", …}]``. A plain tuple of a `ToolResult` or a
+    text and a float is a result with its reward.
 
     Raises:
         MediaError: It holds an image, a video or audio within other values, or bytes.

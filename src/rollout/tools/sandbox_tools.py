@@ -6,8 +6,8 @@ They need nothing of a sandbox but ``exec``, ``read_file`` and ``write_file``.
 from __future__ import annotations
 
 import io
-from abc import abstractmethod
 from contextlib import suppress
+from copy import copy
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import anyio
@@ -20,6 +20,8 @@ from rollout.tools.tool import Tool, ToolContext, ToolSession, check_options
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.types import ToolCall
 
@@ -60,19 +62,12 @@ if [ -f "$__rollout/state" ]; then
   unset $(env | sed -n 's/^\([A-Za-z_][A-Za-z0-9_]*\)=.*/\1/p' | grep -vx ROLLOUT_EXEC) 2>/dev/null
   . "$__rollout/state"
 fi
-__rollout_saved= __rollout_code=
-__rollout_end='{ __rollout_code=${__rollout_code:-$?}; set +x; } 2>/dev/null; unset ROLLOUT_EXEC
-if [ -z "$__rollout_saved" ]; then
-  __rollout_saved=1
-  pwd >"$__rollout/cwd"
-  { export -p; [ -z "${BASH_VERSION-}" ] || declare -f; } >"$__rollout/new" &&
-  mv -f "$__rollout/new" "$__rollout/state"
-fi
-exit $__rollout_code'
-trap "$__rollout_end" EXIT
+trap '{ __rollout_code=$?; set +x; } 2>/dev/null; unset ROLLOUT_EXEC
+pwd >"$__rollout/cwd"
+{ export -p; [ -z "${BASH_VERSION-}" ] || declare -f; } >"$__rollout/new" &&
+mv -f "$__rollout/new" "$__rollout/state"
+exit $__rollout_code' EXIT
 eval "$(cat "$__rollout/command")"
-{ __rollout_code=$?; set +x; } 2>/dev/null
-eval "$__rollout_end" # here, where the command has set a trap of its own
 """
 _PICTURES = (
     r"find . -type f \( -name '*.png' -o -name '*.jpg' -o -name '*.jpeg' -o -name '*.webp' \) "
@@ -85,26 +80,28 @@ _LIST = (
 )
 
 
-class SandboxTool(Tool):
-    """A tool in the trajectory's sandbox.
+class SandboxTool(Tool, ToolSession):
+    """A tool in the trajectory's sandbox; the session of a trajectory is a copy that has it.
+
+    Calls of all tools of one sandbox run one after another.
 
     Args:
-        name: What the model calls it; None takes ours, and so for `description`.
-        description: What the model reads about it.
+        name, description: What the model calls it, and reads about it; None takes ours.
         timeout_s: Seconds of one call, after which all that it has started is killed and the model
             reads what it printed until then; None: only ``limits.tool_s`` bounds it, after which
             the model reads nothing of it.
-        max_pictures: Pictures (PNG, JPEG, WEBP) that a call writes to the sandbox's directory, such
-            as plots, of which the model is shown so many. More than 0 needs a model that reads
-            images.
-
-    Raises:
-        ToolError: `max_pictures` is none.
+        max_pictures: So many of the pictures (PNG, JPEG, WEBP) that a call writes to the sandbox's
+            directory are shown to the model, which must read images.
     """
 
     needs_sandbox = True
     description: str
     parameters: ClassVar[dict[str, Any]]  # of which the first two are required
+    sandbox: TrajectorySandbox
+    #: Answers one call, without pictures.
+    _answer: Callable[..., Coroutine[Any, Any, ToolResult]]
+    #: Where the tool keeps its own, in the sandbox; None until it is made.
+    directory: str | None = None
 
     def __init__(
         self,
@@ -126,39 +123,18 @@ class SandboxTool(Tool):
 
     async def open(self, context: ToolContext) -> ToolSession:
         """See `Tool.open`; nothing is started yet."""
-        return SandboxSession(self, context.sandbox)
-
-    @abstractmethod
-    async def _answer(self, session: SandboxSession, arguments: dict[str, Any]) -> ToolResult:
-        """Answer one call, without pictures; texts among the arguments are UTF-8."""
-
-
-class SandboxSession(ToolSession):
-    """A trajectory's use of one tool; calls of all tools of one sandbox run one after another.
-
-    Attributes:
-        directory: Where the tool keeps its own, in the sandbox; None until it is made.
-        is_lost: Whether an interpreter has ended since the model last read so.
-    """
-
-    def __init__(self, tool: SandboxTool, sandbox: TrajectorySandbox) -> None:
-        self.serial = self.sandbox = sandbox
-        self.directory: str | None = None
-        self.is_lost = False
-        self._tool = tool
+        session = copy(self)
+        session.serial = session.sandbox = context.sandbox
+        return session
 
     async def execute(self, call: ToolCall) -> Any:
         """See `ToolSession.execute`."""
-        arguments = {
-            name: encodable(value) if isinstance(value, str) else value
-            for name, value in call.arguments.items()
-        }
-        before = await self._list_pictures()
-        result = await self._tool._answer(self, arguments)
+        before, pictures = await self._list_pictures(), list[bytes]()
+        texts = {n: encodable(each) for n, each in call.arguments.items() if isinstance(each, str)}
+        result = await self._answer(**{**call.arguments, **texts})
         written = await self._list_pictures() - before
-        pictures: list[bytes] = []
         for path in sorted(line.partition(" ./")[2] for line in written):
-            if not result.is_error and len(pictures) < self._tool.max_pictures:
+            if not result.is_error and len(pictures) < self.max_pictures:
                 with suppress(OSError, SandboxLimit):  # gone by now, or no picture for a model
                     pictures.append(await self.sandbox.read_file(path))
         if not pictures:
@@ -167,27 +143,22 @@ class SandboxSession(ToolSession):
 
     async def _list_pictures(self) -> set[str]:
         """A line for each picture in the sandbox's directory, new where it was written since."""
-        if not self._tool.max_pictures:
+        if not self.max_pictures:
             return set()
         result = await self.sandbox.exec(_PICTURES)
         return set(result.stdout.decode(errors="surrogateescape").splitlines())
 
-    async def make_directory(self, script: str, *words: str, program: str = "") -> str:
-        """The directory that the script makes and prints."""
-        command = ["/bin/sh", "-c", script, "sh", *words]
-        result = await self.sandbox.exec(command, input=program, timeout_s=_START_S)
-        printed = result.stdout.decode(errors="replace").strip()
-        if result.exit_code or not printed:
-            why = result.stderr.decode(errors="replace").strip() or printed
-            raise ToolError(f"cannot start in {self.sandbox.id}: {why}")
-        self.directory = printed
-        return printed
-
-    async def kill_interpreter(self) -> bytes:
-        """End the interpreter with what is in its process group; what it had printed."""
-        directory, self.directory = self.directory, None
-        command = ["/bin/sh", "-c", _KILL, "sh", str(directory), str(CAP)]
-        return (await self.sandbox.exec(command, timeout_s=_KILL_S)).stdout
+    async def _make_directory(self, script: str, *words: str, program: str = "") -> str:
+        """The directory that the script makes and prints; only once."""
+        if self.directory is None:
+            command = ["/bin/sh", "-c", script, "sh", *words]
+            result = await self.sandbox.exec(command, input=program, timeout_s=_START_S)
+            printed = result.stdout.decode(errors="replace").strip()
+            if result.exit_code or not printed:
+                why = result.stderr.decode(errors="replace").strip() or printed
+                raise ToolError(f"cannot start in {self.sandbox.id}: {why}")
+            self.directory = printed
+        return self.directory
 
 
 class PythonTool(SandboxTool):
@@ -207,34 +178,36 @@ class PythonTool(SandboxTool):
         "The value of a last expression is shown."
     )
     parameters: ClassVar = {"code": {"type": "string", "description": "The Python code to run."}}
+    _is_lost = False  # whether an interpreter has ended since the model last read so
 
     def __init__(self, name: str | None = None, *, python: str = "python3", **options: Any) -> None:
         super().__init__(name, **options)
         self.python = python
 
-    async def _answer(self, session: SandboxSession, arguments: dict[str, Any]) -> ToolResult:
-        directory = session.directory or await session.make_directory(
-            _START, self.python, program=read_program("python_session")
-        )
-        note = f"[{_GONE}]\n" if session.is_lost else ""
-        session.is_lost, printed = True, b""  # until it has answered
+    async def _answer(self, code: str) -> ToolResult:
+        program = read_program("python_session")
+        directory = await self._make_directory(_START, self.python, program=program)
+        note = f"[{_GONE}]\n" if self._is_lost else ""
+        self._is_lost, printed = True, b""  # until it has answered
         try:
-            result = await session.sandbox.exec(
+            result = await self.sandbox.exec(
                 ["/bin/sh", "-c", _CELL, "sh", directory, str(CAP)],
-                input=arguments["code"],
+                input=code,
                 timeout_s=self.timeout_s,
                 max_output_bytes=CAP + 64,
                 keep="head",
             )
-            session.is_lost, printed = bool(result.exit_code), result.stdout
+            self._is_lost, printed = bool(result.exit_code), result.stdout
             reason = "the interpreter has ended"
         except SandboxTimeout as error:
             reason = f"timed out after {error.seconds:g} s"
         finally:
-            if session.is_lost:
+            if self._is_lost:  # end it, with what is in its process group
+                self.directory, kill = None, ["/bin/sh", "-c", _KILL, "sh", directory, str(CAP)]
                 with anyio.CancelScope(shield=True), suppress(SandboxError):
-                    printed = await session.kill_interpreter() or printed
-        if session.is_lost:
+                    killed = await self.sandbox.exec(kill, timeout_s=_KILL_S)
+                    printed = killed.stdout or printed
+        if self._is_lost:
             return _report_failure(printed, f"{reason}; {_GONE}")
         head, _, output = printed.partition(b"\n")
         is_ok, size = map(int, head.split())
@@ -260,12 +233,12 @@ class ShellTool(SandboxTool):
     )
     parameters: ClassVar = {"command": {"type": "string", "description": "The command line."}}
 
-    async def _answer(self, session: SandboxSession, arguments: dict[str, Any]) -> ToolResult:
-        directory = session.directory or await session.make_directory(_MAKE + 'echo "$d"')
+    async def _answer(self, command: str) -> ToolResult:
+        directory = await self._make_directory(_MAKE + 'echo "$d"')
         try:
-            result = await session.sandbox.exec(
+            result = await self.sandbox.exec(
                 ["/bin/sh", "-c", _SHELL, "sh", directory, _SHELL_CALL],
-                input=arguments["command"],
+                input=command,
                 timeout_s=self.timeout_s,
                 max_output_bytes=CAP,
             )
@@ -315,8 +288,8 @@ class EditTool(SandboxTool):
     def __init__(self, name: str | None = None, *, description: str | None = None) -> None:
         super().__init__(name, description=description)
 
-    async def _answer(self, session: SandboxSession, arguments: dict[str, Any]) -> ToolResult:
-        command, path, sandbox = arguments["command"], arguments["path"], session.sandbox
+    async def _answer(self, command: str, path: str, **arguments: Any) -> ToolResult:
+        sandbox = self.sandbox
         try:
             if command == "view":
                 return ToolResult(await _view(sandbox, path, arguments.get("view_range")))

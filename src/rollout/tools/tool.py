@@ -61,11 +61,10 @@ class ToolPolicy(msgspec.Struct, frozen=True, kw_only=True):
         transient: Exception types that are transient beside `TransientError`.
         cache_size: Results kept, the most recently used, by arguments and prompt kwargs; errors
             are not. 0 keeps none.
-        breaker_failures: Calls in a row that raised or timed out, after which calls are answered
-            at once with an error, for `breaker_s`; the next failure after that time begins another
-            such pause. None never refuses. Answers with `is_error` and refused arguments are no
-            failures.
-        breaker_s: See `breaker_failures`.
+        breaker_failures, breaker_s: After so many calls in a row that raised or timed out, calls
+            are answered at once with an error, for so many seconds; the next failure after that
+            begins another such pause. None never refuses. Answers with `is_error` and refused
+            arguments are no failures.
 
     Raises:
         ToolError: It lists every value that is out of bounds.
