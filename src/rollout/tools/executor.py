@@ -203,8 +203,7 @@ class TrajectoryTools:
         seconds: Time in calls, on the loop's clock; calls at the same time add up.
         calls: Calls of the model's that have ended, also those that no tool could answer.
         errors: Those of them whose answer is an error, whatever its cause, or that were cancelled.
-        invalid_in_a_row: Latest calls in a row that could not be run as asked: not parsed, of an
-            unknown tool, or with wrong arguments.
+        invalid_in_a_row: Latest calls in a row that could not be run as asked.
         idle_since: When the last call ended.
         reward: The sum of what tools gave that decide the trajectory's reward; None where none did.
         is_closed: Whether they were closed.

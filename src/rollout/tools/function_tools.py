@@ -84,21 +84,18 @@ class _SchemaWriter(GenerateJsonSchema):
         parts = written.get("anyOf", [])
         if not parts or any(part.keys() != {"type"} for part in parts):
             return written
-        return {"type": _unpack_one(sorted({part["type"] for part in parts}))}
+        types = sorted({part["type"] for part in parts})
+        return {"type": types if len(types) > 1 else types[0]}
 
     def literal_schema(self, schema: Any) -> dict[str, Any]:
         values = [v.value if isinstance(v, enum.Enum) else v for v in schema["expected"]]
         if not all(type(value) in _JSON_TYPES for value in values):
             return super().literal_schema(schema)
-        types = dict.fromkeys(_JSON_TYPES[type(value)] for value in values)
-        return {"type": _unpack_one(list(types)), "enum": values}
+        types = list(dict.fromkeys(_JSON_TYPES[type(value)] for value in values))
+        return {"type": types if len(types) > 1 else types[0], "enum": values}
 
     def enum_schema(self, schema: Any) -> dict[str, Any]:
         return self.literal_schema({"expected": schema["members"]})
-
-
-def _unpack_one(names: list[str]) -> str | list[str]:
-    return names[0] if len(names) == 1 else names
 
 
 def _mark_any(hint: Any) -> Any:

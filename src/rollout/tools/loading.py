@@ -24,8 +24,8 @@ _import_reader = lazy_exports(
 def load_tools(path: str | Path) -> list[Tool | ToolProvider]:
     """The tools at the top level of a Python file, which is run: decorated functions and objects.
 
-    Functions decorated with verl's own ``function_tool`` count too. The file's directory becomes
-    importable. A file may be loaded again, and is run again then.
+    Also functions decorated with verl's own ``function_tool``. The file's directory becomes
+    importable.
 
     Raises:
         ToolError: There is no such file, it raises, or it has no tools.

@@ -108,11 +108,7 @@ async def connect_mcp(
 
 
 class _McpTool(Tool):
-    """A tool of an MCP server.
-
-    Its trajectories are spread over the connections of `ring`; where that has none, each has one of
-    its own.
-    """
+    """A tool of a server's; trajectories share the connections of `ring`, or have their own."""
 
     def __init__(
         self, theirs: Any, prefix: str, ring: Iterator[Connection], connect: Callable[[], Any]

@@ -125,7 +125,11 @@ class Connection:
                 # alone could not be left before those that the client opens within it.
                 with anyio.move_on_after(self._start_timeout_s) as scope:
                     async with Client(self._open_transport(errors, self._ended.set)) as starting:
-                        self.tools = await _list_tools(starting)
+                        page = await starting.list_tools()
+                        self.tools = list(page.tools)
+                        while page.next_cursor:
+                            page = await starting.list_tools(cursor=page.next_cursor)
+                            self.tools += page.tools
                         client = self._client = starting
                         self._fault, scope.deadline = "ended", math.inf
                         self.tried.set()
@@ -169,10 +173,8 @@ class Connection:
         """Call a tool of the server's; waits for a connection that is being made again."""
         await self.tried.wait()
         if (client := self._client) is None:
-            raise ToolError(
-                f"the MCP server is not there ({self._fault}), and is being started again; "
-                "not called"
-            )
+            fault = f"is not there ({self._fault}), and is being started again"
+            raise ToolError(f"the MCP server {fault}; not called")
         try:
             return await client.call_tool(name, arguments)
         except MCPError as error:
@@ -180,21 +182,9 @@ class Connection:
                 raise ToolError(error.message) from None
         except (anyio.ClosedResourceError, anyio.BrokenResourceError):
             pass
-        fault = self._fault
+        fault = f"{self._fault} during this call, and is being started again"
         self._lose(client)
-        raise ToolError(
-            f"the MCP server {fault} during this call, and is being started again; "
-            "whether the call took effect is unknown"
-        )
-
-
-async def _list_tools(client: Client) -> list[mcp_types.Tool]:
-    page = await client.list_tools()
-    tools = list(page.tools)
-    while page.next_cursor:
-        page = await client.list_tools(cursor=page.next_cursor)
-        tools += page.tools
-    return tools
+        raise ToolError(f"the MCP server {fault}; whether the call took effect is unknown")
 
 
 def _make_refusal(request_id: Any, max_bytes: int) -> bytes:
@@ -222,10 +212,9 @@ async def open_stdio(
     env: Mapping[str, str] | None,
     cwd: str | None,
 ) -> AsyncIterator[tuple[Any, Any]]:
-    """The streams to and from a server that runs in a process of its own.
+    """The streams to and from a server in a process of its own; the block's end is its end.
 
-    Its standard error goes to the file `errors`; `on_end` is called once its output has ended. When
-    the block ends the server is asked to end, and then killed with what it has started.
+    Its standard error goes to the file `errors`; `on_end` is called once its output has ended.
     """
     env = {**get_default_environment(), **(env or {})}
     process = await anyio.open_process(

@@ -17,16 +17,9 @@ _DROPPED = frozenset({"$ref", "$comment", "title", "discriminator", "$defs", "de
 
 
 class SchemaCheck:
-    """Checks arguments against the `parameters` of a tool's schema.
+    """Checks arguments against the `parameters` of a tool, a JSON Schema of draft 2020-12 or None.
 
     Where these list `properties` and say nothing about further ones, there are none.
-
-    Args:
-        tool: Its name, for messages.
-        parameters: A JSON Schema, draft 2020-12; None takes any arguments.
-
-    Raises:
-        ToolError: It is no JSON Schema.
     """
 
     def __init__(self, tool: str, parameters: Mapping[str, Any] | None) -> None:

@@ -230,15 +230,10 @@ class ToolProvider(ABC):
 
 @asynccontextmanager
 async def open_tools(tools: Sequence[Any]) -> AsyncIterator[list[Any]]:
-    """The tools, with those in place of each async context manager that it gives when entered.
-
-    Entered in order and left in the reverse one, when the block ends.
-    """
+    """The tools, with those in place of each async context manager that it gives when entered."""
     async with AsyncExitStack() as stack:
         opened: list[Any] = []
-        for tool in tools:
-            if hasattr(tool, "__aenter__"):
-                opened += await stack.enter_async_context(tool)
-            else:
-                opened.append(tool)
+        for each in tools:
+            is_one = not hasattr(each, "__aenter__")
+            opened += [each] if is_one else await stack.enter_async_context(each)
         yield opened
