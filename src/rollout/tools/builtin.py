@@ -23,8 +23,6 @@ MAX_EXPRESSION = 1000
 #: Bits of an exact integer: some 1200 digits.
 MAX_BITS = 4096
 _SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "^": "**"})
-#: Bytes of a retriever's answer that are read.
-MAX_ANSWER = 16 * 2**20
 
 
 def is_shipped(names: str) -> bool:
@@ -76,9 +74,8 @@ def calculate(expression: str) -> Number:
     Operators: ``+ - * / // % **`` and parentheses, also written ``× · ÷ −`` and, for power, ``^``.
     Integers stay exact, also through ``/`` where it leaves no rest.
 
-    Raises:
-        ValueError: It is no such expression, divides by zero, has no real value, is nested
-            too deep for Python, or passes a bound: 1000 characters, integers of 4096 bits.
+    A `ValueError` where it is none, divides by zero, has no real value, is nested too deep for
+    Python, or passes a bound: 1000 characters, integers of 4096 bits.
     """
     if (size := len(expression)) > MAX_EXPRESSION:
         raise ValueError(f"the expression has {size} characters; at most {MAX_EXPRESSION}")
@@ -97,8 +94,7 @@ def calculate(expression: str) -> Number:
 
 def format_number(value: Number) -> str:
     """A plain number: all digits of an int, 15 significant ones of a float (``0.3``, ``12``)."""
-    # Adding 0.0 turns -0.0 into 0.0.
-    return str(value) if isinstance(value, int) else format(value + 0.0, ".15g")
+    return str(value) if isinstance(value, int) else format(value + 0.0, ".15g")  # -0.0 is 0.0
 
 
 def _evaluate(node: ast.expr) -> Number:
@@ -169,8 +165,7 @@ class SearchTool(FunctionTool[..., ToolResult]):
         timeout_s: float = 30.0,
     ) -> None:
         rule = Rule(f"an integer from 1 to max_top_k = {max_top_k}", lambda n: 1 <= n <= max_top_k)
-        options = {"url": (Url, url), "top_k": (Annotated[int, rule], top_k)}
-        check_options(f"search tool {name!r}", **options)
+        check_options(f"search tool {name!r}", url=(Url, url), top_k=(Annotated[int, rule], top_k))
         self.url, self.top_k, self.timeout_s = url, top_k, timeout_s
         query = {"type": "string", "description": "What to look for, in a few words."}
         count: dict[str, Any] = {"type": "integer", "minimum": 1, "maximum": max_top_k}
@@ -188,7 +183,7 @@ class SearchTool(FunctionTool[..., ToolResult]):
         request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
         try:
             with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
-                found = list(json.loads(answer.read(MAX_ANSWER))["result"][0])
+                found = list(json.loads(answer.read(16 * 2**20))["result"][0])
             passages = []
             for number, each in enumerate(found, 1):
                 document = each.get("document", each)

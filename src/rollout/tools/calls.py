@@ -12,19 +12,17 @@ import msgspec
 
 from rollout.containment import Contained, containment_here
 from rollout.errors import ToolError
-from rollout.limits import call_limit
+from rollout.limits import Limit, call_limit
 from rollout.observe.event_stream import EventStream
 from rollout.observe.events import ToolEnded, ToolStarted
 from rollout.scopes import find_exception, release_token
-from rollout.tools.function_tools import FunctionTool
 from rollout.tools.results import ToolResult, describe_error, error_result
 from rollout.tools.schemas import SchemaCheck
 from rollout.types import Cause, InvalidToolCall, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from rollout.limits import Limit
     from rollout.observe.tally import Tally
     from rollout.tools.tool import Tool
 
@@ -46,9 +44,7 @@ class Call(msgspec.Struct, eq=False, gc=False):
         call: As the model wrote it; it may not be parsed.
         tool: Its name, or what stands in its place in figures.
         began: When it did, or was refused.
-        events: Where its events go; None where nobody reads.
         checked: With the arguments that the tool gets; None where it cannot run.
-        result: None until it is answered.
     """
 
     position: int
@@ -96,8 +92,7 @@ async def attempt(
 ) -> T:
     """Await what `action` returns; it runs in a task of its own.
 
-    It runs within `limit`, by `code` or, where that is None, by another one. `what` is what it is,
-    for messages, also where it blocks the event loop.
+    It runs within `limit`, by `code` or another one; `what` names it, also where the loop blocks.
 
     Raises:
         ToolError: It raised anything but KeyboardInterrupt, which is raised as itself; or `limit`
@@ -134,7 +129,7 @@ class ToolGate:
 
     def __init__(self, tool: Tool, tool_s: float | None, tally: Tally) -> None:
         self.tool, self._policy, self._tally = tool, (policy := tool.policy), tally
-        self._check = SchemaCheck(tool.name, tool.schema["function"].get("parameters"))
+        self.schema_check = SchemaCheck(tool.name, tool.schema["function"].get("parameters"))
         self._call_s, self._source = tool_s, "limits.tool_s"
         if policy.timeout_s is not None:
             self._call_s, self._source = policy.timeout_s, f"timeout_s of {tool.name!r}"
@@ -144,12 +139,6 @@ class ToolGate:
         self._cache: dict[bytes, ToolResult] = {}  # the result used longest ago first
         self._failures, self._last_failure, self._refuses_until = 0, "", -math.inf
 
-    def check(self, arguments: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Make the arguments that the tool gets; functions get the prompt's too."""
-        if isinstance(self.tool, FunctionTool):
-            return self.tool.check(arguments, kwargs)
-        return self._check.check(arguments)
-
     async def answer(
         self, execute: Callable[[], Awaitable[ToolResult]], key: object, turn: Limit, what: str
     ) -> ToolResult:
@@ -157,9 +146,6 @@ class ToolGate:
 
         `execute` makes the call `what`, whose result is cached by `key`. The call's own limit lies
         within that of the turn, and begins with its slot, for all tries.
-
-        Raises:
-            LimitExceeded: The turn's limit was over.
         """
         packed = b""
         if self._policy.cache_size:

@@ -22,32 +22,23 @@ from rollout.bridge import loop_clock
 from rollout.child_processes import ChildProcesses, NotImportedError
 from rollout.containment import Contained, current_containment
 from rollout.errors import LimitExceeded, ToolError
-from rollout.limits import Clock, Deadline, cleanup_scope
+from rollout.limits import Clock, Deadline, Limit, cleanup_scope
 from rollout.observe.tally import Tally
 from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
 from rollout.scopes import unwrap_group
-from rollout.tools.calls import Call, ToolGate, attempt
+from rollout.tools.calls import Call, CallEvents, ToolGate, attempt
 from rollout.tools.function_tools import FunctionTool
 from rollout.tools.langchain import is_langchain_tool, wrap_langchain_tool
-from rollout.tools.results import (
-    ToolResult,
-    error_result,
-    normalise_result,
-    read_reward,
-    truncate_text,
-)
+from rollout.tools.results import ToolResult, normalise_result, read_reward, truncate_text
 from rollout.tools.schemas import as_openai_schema, quote_all
 from rollout.tools.tool import Tool, ToolContext, ToolSession
-from rollout.types import NOT_PARSED, UNKNOWN_TOOL, InvalidToolCall, ToolCall
+from rollout.types import NOT_PARSED, UNKNOWN_TOOL, InvalidToolCall, Prompt, ToolCall
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from rollout.limits import Limit
-    from rollout.tools.calls import CallEvents
     from rollout.tools.results import Answers, TruncateSide
-    from rollout.types import Prompt
     from rollout.worker_threads import WorkerThreads
 
 logger = logging.getLogger("rollout")
@@ -69,10 +60,10 @@ class ToolExecutor:
         tally: Counts the calls; None where nobody reads that.
 
     Attributes:
+        names: Of all tools, in the order given.
         opens_first: Whether trajectories open tools before their agent begins.
 
-    Raises:
-        ToolError: A function cannot be a tool, a schema is none, or names collide (all are named).
+    A `ToolError` where a function cannot be a tool, a schema is none, or names collide.
     """
 
     def __init__(
@@ -91,7 +82,7 @@ class ToolExecutor:
         found, self._tally = [_make_tool(tool) for tool in tools], tally or Tally()
         _refuse_equal_names(found)
         self._gates = {each.name: ToolGate(each, tool_s, self._tally) for each in found}
-        self._tool_s, self._cleanup_s = tool_s, cleanup_s
+        self.names, self._tool_s, self._cleanup_s = tuple(self._gates), tool_s, cleanup_s
         self._max_calls, self._max_length = max_parallel_calls, max_response_length
         self._side, self._warned = truncate_side, set[str]()
         self._processes = ChildProcesses(
@@ -99,11 +90,6 @@ class ToolExecutor:
         )
         self._make_context = partial(ToolContext, threads=threads, processes=self._processes)
         self.opens_first = any(tool.opens_first for tool in found)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of all tools, in the order given."""
-        return tuple(self._gates)
 
     def names_for(self, prompt: Prompt) -> Sequence[str] | None:
         """Names of the tools that a prompt is offered; a `ToolError` where it asks wrongly."""
@@ -199,6 +185,7 @@ class TrajectoryTools:
     """The tools of one trajectory, used and closed in the trajectory's own task.
 
     Attributes:
+        names, schemas: Of the tools offered to this trajectory.
         running: Calls that run, or wait for a slot, in the order in which they began.
         seconds: Time in calls, on the loop's clock; calls at the same time add up.
         calls: Calls of the model's that have ended, also those that no tool could answer.
@@ -219,6 +206,7 @@ class TrajectoryTools:
         kwargs: Mapping[str, Mapping[str, Any]],
     ) -> None:
         self._executor, self._gates, self._context, self._kwargs = executor, gates, context, kwargs
+        self.names, self.schemas = tuple(gates), [gate.tool.schema for gate in gates.values()]
         self._clock = loop_clock()
         self._opened: dict[str, ToolSession] = {}  # in the order in which they were opened
         self._closing = AsyncExitStack()  # of sessions that have something to close
@@ -229,16 +217,6 @@ class TrajectoryTools:
         self.seconds, self.idle_since, self.is_closed = 0.0, 0.0, False
         self.calls = self.errors = self.invalid_in_a_row = 0
         self.reward: float | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the tools offered to this trajectory."""
-        return tuple(self._gates)
-
-    @property
-    def schemas(self) -> list[dict[str, Any]]:
-        """Schemas of the tools offered to this trajectory."""
-        return [gate.tool.schema for gate in self._gates.values()]
 
     def has_open_sessions(self) -> bool:
         """Whether a tool is open that may hold something: plain functions hold nothing."""
@@ -262,15 +240,11 @@ class TrajectoryTools:
 
         Every fault is an error result: an invalid call, an unknown tool, wrong arguments, an
         exception, a call past ``limits.tool_s`` or beyond ``agent.max_parallel_calls``. Texts are
-        truncated. Cancellation ends the calls and leaves the sessions open, for `close`.
-
-        Args:
-            limit: The turn's, within which all must have been answered.
-            offered: Names of the tools that could be called; None: all.
-            events: Hears of them; None where nobody reads.
+        truncated. Cancellation ends the calls and leaves the sessions open, for `close`. Tools that
+        are not `offered` are unknown; `events` hears of the calls.
 
         Raises:
-            LimitExceeded: `limit` was over; every call was cancelled and has ended.
+            LimitExceeded: `limit`, the turn's, was over; every call was cancelled and has ended.
             ToolError: The trajectory's tools are closed.
         """
         if self.is_closed:
@@ -319,7 +293,7 @@ class TrajectoryTools:
                 self.invalid_in_a_row = 0
             except ToolError as error:
                 self.invalid_in_a_row += not is_past
-                self._refuse(each, error_result(str(error)))
+                self._refuse(each, ToolResult(str(error), is_error=True))
         return turn
 
     def _check_call(self, call: ToolCall | InvalidToolCall, names: Sequence[str]) -> ToolCall:
@@ -328,8 +302,11 @@ class TrajectoryTools:
             raise ToolError(f"invalid tool call: {call.reason}")
         if call.name not in names:
             raise ToolError(f"unknown tool {call.name!r}; known tools: {quote_all(names)}")
-        kwargs = self._kwargs.get(call.name) or {}
-        arguments = self._gates[call.name].check(call.arguments, kwargs)
+        gate = self._gates[call.name]
+        if isinstance(gate.tool, FunctionTool):  # which the prompt may give some, too
+            arguments = gate.tool.check(call.arguments, self._kwargs.get(call.name) or {})
+        else:
+            arguments = gate.schema_check.check(call.arguments)
         return replace(call, arguments=arguments)
 
     def _refuse(self, call: Call, result: ToolResult) -> None:
@@ -400,14 +377,10 @@ class TrajectoryTools:
         """Count an answer as an error after all: the model is shown none of its media."""
         self.errors += 1
         self._executor._tally.tool_errors += 1
-        if (key := f"tool/{name}/errors") in self.counts:
-            self.counts[key] += 1
+        self.counts[f"tool/{name}/errors"] += 1
 
     async def open_first(self) -> list[str | Sequence[Mapping[str, Any]]]:
-        """Open and begin the tools with `Tool.opens_first`; what they observe, in their order.
-
-        What `ToolSession.begin` raises leaves as itself.
-        """
+        """Open and begin the tools with `Tool.opens_first`; what they observe, in their order."""
         for name, gate in self._gates.items():
             if gate.tool.opens_first:
                 await self._open(name, Clock(), None)  # `limits.trajectory_s` bounds it
@@ -416,15 +389,17 @@ class TrajectoryTools:
 
     async def _open_used(self, turn: Sequence[Call], limit: Limit) -> None:
         """Open the tools that the calls use for the first time; where that fails, answer these."""
-        for name in dict.fromkeys(each.tool for each in turn if each.result is None):
-            gate, refusal = self._gates[name], None
-            if name not in self._opened and (refusal := gate.find_refusal()) is None:
+        used = dict.fromkeys(each.tool for each in turn if each.result is None)
+        for name in [each for each in used if each not in self._opened]:
+            gate = self._gates[name]
+            if (refusal := gate.find_refusal()) is None:
                 try:
                     await self._open(name, limit, self._executor._tool_s)
+                    continue
                 except ToolError as error:
                     refusal = gate.note_failure(error)
             for each in turn:
-                if refusal is not None and each.result is None and each.tool == name:
+                if each.result is None and each.tool == name:
                     self._refuse(each, refusal)
 
     async def _open(self, name: str, outer: Limit, tool_s: float | None) -> None:
@@ -449,10 +424,7 @@ class TrajectoryTools:
     async def _open_session(
         self, tool: Tool, context: ToolContext, limit: Limit, code: Contained[None] | None
     ) -> None:
-        """Open a session, and close it in the same task: it may have a group open.
-
-        The task of one that has something to close pauses until `_close_session` has it go on.
-        """
+        """Open a session; its task pauses until it closes it too: it may have a group open."""
         session = await tool.open(context)
         if not isinstance(session, ToolSession):
             raise ToolError(f"open returned {type(session).__name__}; expected a ToolSession")
@@ -471,10 +443,7 @@ class TrajectoryTools:
         """Rewards of the tools that were used, in the order of their first use; sets `reward`.
 
         A tool without a reward has no entry, nor has one whose `calc_reward` fails or takes longer
-        than ``limits.tool_s``: that is logged.
-
-        Raises:
-            ToolError: The one that failed decides the trajectory's reward.
+        than ``limits.tool_s``: that is logged, or a `ToolError` where it decides the trajectory's.
         """
         self.reward, rewards = None, list[float]()
         for name, session in list(self._opened.items()):

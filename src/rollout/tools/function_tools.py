@@ -25,21 +25,8 @@ from rollout.child_processes import ChildDiedError, ChildRaisedError, resolve_ou
 from rollout.errors import ToolError
 from rollout.function_refs import FunctionRef, NotImportableError, check_top_level, function_ref
 from rollout.tools.results import ToolResult, describe_error, normalise_result
-from rollout.tools.schemas import (
-    SchemaCheck,
-    as_openai_schema,
-    inline_references,
-    quote_all,
-    write_path,
-)
-from rollout.tools.tool import (
-    METHOD_KWARGS,
-    Tool,
-    ToolContext,
-    ToolPolicy,
-    ToolSession,
-    TransientError,
-)
+from rollout.tools.schemas import SchemaCheck, as_openai_schema, inline_references, write_path
+from rollout.tools.tool import Tool, ToolContext, ToolPolicy, ToolSession, TransientError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -52,6 +39,8 @@ R = TypeVar("R")
 Backend = Literal["native", "asyncio"]
 Isolation = Literal["none", "process"]
 
+#: Keys of ``tools_kwargs[name]`` that are for tools with verl's protocol: arguments of its methods.
+METHOD_KWARGS = {"create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs"}
 _JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
 #: What `Any` within another type is read as, so that ``list[Any]`` is told from ``list``; comments
 #: are left out of schemas.
@@ -172,8 +161,7 @@ class FunctionTool(Tool, Generic[P, R]):
             importable; arguments and results cross as plain data.
         stateful: See `Tool.stateful`; None: where it takes a `ToolContext`.
 
-    Raises:
-        ToolError: It lists everything that must be written for a model to use the function.
+    A `ToolError` lists everything that must be written for a model to use the function.
     """
 
     __name__: str  # set by update_wrapper, as are __doc__, __module__ and __wrapped__
@@ -211,19 +199,17 @@ class FunctionTool(Tool, Generic[P, R]):
         self._schema_check = SchemaCheck(self.name, self.schema["function"].get("parameters"))
 
     def _read_parameters(self, *, is_documented: bool) -> Collection[str]:
-        """Read the function's parameters, for the model and for `check`; their names.
+        """Read the function's parameters; with `is_documented` they make the tool's schema.
 
-        With `is_documented` these make the tool's schema; else the schema is given, and a parameter
-        without an annotation takes any value.
+        Else the schema is given, and a parameter without an annotation takes any value.
         """
         description, descriptions = parse_docstring(self.function.__doc__)
         try:
             hints = typing.get_type_hints(self.function, include_extras=True)
         except Exception as error:  # names that annotations use may be anything, also missing
-            raise self._make_error(
-                f"its annotations cannot be read ({error}): define or import their names at "
-                "module level, not under TYPE_CHECKING"
-            ) from error
+            advice = "define or import their names at module level, not under TYPE_CHECKING"
+            text = f"its annotations cannot be read ({error}): {advice}"
+            raise self._make_error(text) from error
         faults, fields = list[str](), dict[str, Any]()
         if is_documented and not description:
             faults.append("its docstring must begin with what tells the model what the tool does")
@@ -242,21 +228,16 @@ class FunctionTool(Tool, Generic[P, R]):
             written = inline_references(self._adapter.json_schema(schema_generator=_SchemaWriter))
         except (TypeError, pydantic.PydanticUserError) as error:
             why = str(error).partition("\n")[0].partition(". ")[0]
-            faults.append(
-                f"a parameter has a type without a schema ({why}): use str, int, float, bool, "
-                "list, dict, Literal, an Enum or a dataclass"
-            )
+            known = "str, int, float, bool, list, dict, Literal, an Enum or a dataclass"
+            faults.append(f"a parameter has a type without a schema ({why}): use {known}")
         if faults:
             raise self._make_error("; ".join(faults))
         if is_documented:
             self.schema["function"] |= {"description": description, "parameters": written}
             shown = written["properties"].items()
-            if undescribed := [name for name, schema in shown if "description" not in schema]:
-                logger.warning(
-                    "function tool %r: the model sees no description of %s: write one under "
-                    "`Args:` in the docstring",
-                    *(self.name, quote_all(undescribed)),
-                )
+            if bare := ", ".join(repr(name) for name, each in shown if "description" not in each):
+                advice = f"the model sees no description of {bare}: write one under `Args:`"
+                logger.warning("function tool %r: %s in the docstring", self.name, advice)
         return fields
 
     def _takes(self, name: str) -> bool:
@@ -297,16 +278,15 @@ class FunctionTool(Tool, Generic[P, R]):
         """See `Tool.open`; a `ToolError` where the prompt's kwargs name no parameter."""
         names = context.kwargs.keys() - METHOD_KWARGS
         if unknown := ", ".join(sorted(n for n in names if not self._takes(n))):
-            known = ", ".join(sorted(self._properties)) or "none"
-            why = f"name no parameter of it: {unknown}; expected some of: {known}"
+            why = f"name no parameter of it: {unknown}; expected some of: "
+            why += ", ".join(sorted(self._properties)) or "none"
             raise ToolError(f"tools_kwargs of {self.name!r} {why}")
         return _FunctionSession(self, context)
 
     def check(self, arguments: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments that the function gets: the prompt's kwargs override the model's.
+        """The arguments that the function gets, in its types unless it runs in a process.
 
-        In the types of the function; as they are where it runs in a process, which reads them. A
-        `ToolError` names each missing, unknown and wrong one, and what was expected.
+        The prompt's kwargs override the model's. A `ToolError` names what is wrong with each.
         """
         fixed = {name: value for name, value in kwargs.items() if self._takes(name)}
         merged = self._schema_check.check(arguments, fixed) | fixed
@@ -348,10 +328,7 @@ class _FunctionSession(ToolSession):
         self._tool, self._context = tool, context
 
     async def execute(self, call: ToolCall) -> Any:
-        """Call the function with arguments that `check` returned, where it runs.
-
-        Cancellation abandons a thread, and kills a process with its group.
-        """
+        """Call the function, where it runs, with arguments that `check` returned."""
         tool, context, arguments = self._tool, self._context, call.arguments
         if tool.function_ref is not None:
             return await self._run_isolated(tool.function_ref, arguments)
@@ -396,10 +373,7 @@ def function_tool(function: Any = None, /, *, name: str | None = None, **options
     the annotations, which may also be dataclasses and pydantic models, with constraints in
     `typing.Annotated`; descriptions from the docstring; defaults from the signature. A parameter
     annotated `ToolContext` receives the trajectory's context and is hidden from the model. The
-    other options are those of `FunctionTool`.
-
-    Raises:
-        ToolError: It lists everything that must be written for a model to use the function.
+    other options are those of `FunctionTool`, and so is the `ToolError`.
     """
     if isinstance(function, str):
         function, name = None, function
@@ -412,8 +386,7 @@ def answer(found: Any, body: bytes) -> bytes:
     name, arguments = msgspec.msgpack.decode(body)
     tool = found if isinstance(found, FunctionTool) else _make_tool(found, name)
     try:
-        value = resolve_outcome(tool.function(**tool._read_arguments(arguments)))
-        result = normalise_result(value)
+        result = normalise_result(resolve_outcome(tool.function(**tool._read_arguments(arguments))))
     except BaseException as error:
         is_transient = tool.policy.is_transient(error)
         raise (TransientError if is_transient else ToolError)(describe_error(error)) from None

@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 def langchain_tools(tools: Iterable[Any]) -> list[Tool]:
-    """Each `langchain_core.tools.BaseTool` as one of ours; sync ones run in threads.
-
-    Raises:
-        ToolError: One is none, langchain-core is not installed, or a schema contains itself.
-    """
+    """Each `langchain_core.tools.BaseTool` as one of ours; a `ToolError` where one cannot be."""
     return [wrap_langchain_tool(tool) for tool in tools]
 
 

@@ -25,10 +25,7 @@ def load_tools(path: str | Path) -> list[Tool | ToolProvider]:
     """The tools at the top level of a Python file, which is run: decorated functions and objects.
 
     Also functions decorated with verl's own ``function_tool``. The file's directory becomes
-    importable.
-
-    Raises:
-        ToolError: There is no such file, it raises, or it has no tools.
+    importable. A `ToolError` where there is no such file, it raises, or it has no tools.
     """
     file = Path(path).resolve()
     if not file.is_file():

@@ -1,7 +1,7 @@
 """Tools of any MCP server, offered as ours.
 
-A server is shared by all trajectories over a few connections, or each trajectory has one of its
-own. A trajectory stays on one connection, because servers keep state.
+All trajectories share a server over a few connections, or each has one of its own. A trajectory
+stays on one connection, because servers keep state.
 """
 
 from __future__ import annotations
@@ -66,13 +66,12 @@ async def connect_mcp(
         env, cwd: Of the command: variables added to a small safe set, and its directory.
         headers: Sent with each HTTP request.
         start_timeout_s: From starting a connection to its list of tools.
-        ping_s: The server is pinged so often; where it does not answer within as long, it is
-            started again. Longer than any call of a server that does nothing else meanwhile.
+        ping_s: Seconds between pings, and for their answer, without which the server is started
+            again: more than the longest call of a server that is silent meanwhile. None: no pings.
         max_answer_bytes: Longest answer that is kept; an error takes the place of a longer one.
 
-    Raises:
-        ToolError: The extra is missing, an argument is wrong, the server does not answer in time,
-            or lacks a tool.
+    A `ToolError` where the extra is missing, an argument is wrong, the server does not answer in
+    time, or lacks a tool.
     """
     alone = Annotated[int, Rule("1 with per_trajectory = True", lambda count: count == 1)]
     check_options(

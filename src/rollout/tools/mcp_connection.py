@@ -44,10 +44,8 @@ _TOO_LONG = "byte limit"
 MAX_LINE = 64 * 2**20
 #: How the SDK words that the connection is gone, and that it got a 404.
 _CLOSED, _UNKNOWN_SESSION = ("Connection closed", "SSE stream"), "Session terminated"
-#: What writing raises once the other side is gone, or ours is closed.
-_GONE = (OSError, anyio.ClosedResourceError, anyio.BrokenResourceError)
-#: … and reading a line, where the output has ended, or the line does not end.
-_NO_LINE = (*_GONE, anyio.IncompleteRead, anyio.DelimiterNotFound)
+#: What reading and writing raise once the other side is gone, or ours is closed.
+_GONE = OSError, anyio.ClosedResourceError, anyio.BrokenResourceError, anyio.IncompleteRead
 #: The id of a message, within `_ENDS` bytes of one of its ends: servers write it first or last.
 _ENDS = 4096
 _ID = re.compile(
@@ -65,10 +63,7 @@ def _is_over(error: MCPError) -> bool:
 
 @asynccontextmanager
 async def keep_up(connections: Sequence[Connection]) -> AsyncIterator[Sequence[Connection]]:
-    """Connect them, and connect them again whenever their server is lost, until the block ends.
-
-    A `ToolError` where a first connection failed; later failures are logged, and tried again.
-    """
+    """Keep up connections, also where their server is lost, until the block ends; see `keep`."""
     async with open_task_group() as tasks:
         for connection in connections:
             tasks.start_soon(connection.keep)
@@ -103,7 +98,10 @@ class Connection:
         self.tried, self._ended = anyio.Event(), anyio.Event()
 
     async def keep(self) -> None:
-        """Connect, and again when the server is lost, until cancelled; the first must succeed."""
+        """Connect, and again when the server is lost, until cancelled.
+
+        A `ToolError` where the first connection fails; later failures are logged.
+        """
         backoff_s = 0.0
         while True:
             if await self._serve():
@@ -227,7 +225,7 @@ async def open_stdio(
 
     async def read() -> None:
         buffered = BufferedByteReceiveStream(stdout)
-        with to_client, suppress(*_NO_LINE):
+        with to_client, suppress(*_GONE, anyio.DelimiterNotFound):
             while True:
                 line = bound_line(await buffered.receive_until(b"\n", MAX_LINE), max_bytes)
                 try:

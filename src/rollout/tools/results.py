@@ -182,10 +182,7 @@ def _is_part(value: Any) -> bool:
 
 
 def read_parts(where: str, parts: Iterable[Any], separator: str = "\n") -> ToolResult:
-    """The result in parts of a content: texts, with what separates them, and media.
-
-    A `MediaError` where a part is audio, or nothing known.
-    """
+    """The result in parts of a content: texts and media; a `MediaError` of anything else."""
     texts, media = list[str](), dict[str, list[Any]](image=[], video=[])
     for at, part in enumerate(parts):
         if (found := media_part(f"part {at} of {where}", part)) is not None:
@@ -233,8 +230,7 @@ def truncate_text(
             the methods ``encode(text, add_special_tokens=...)`` and ``decode(ids)``.
         convention: "seed" swaps "left" and "right", as verl names them: after the side kept.
 
-    Raises:
-        ValueError: An argument is none of the above.
+    A `ValueError` where an argument is none of the above.
     """
     for name, value, choices in (
         ("side", side, ("left", "right", "middle")),

@@ -167,9 +167,7 @@ class PythonTool(SandboxTool):
     A call that takes too long, or that ends the interpreter, costs the variables; the next call has
     a new one. ``sys.exit`` only ends its own call. What child processes print is shown too.
 
-    Args:
-        name, description, timeout_s, max_pictures: See `SandboxTool`.
-        python: The interpreter, of Python 3.8 or newer, in the sandbox.
+    `python` is the interpreter in the sandbox, 3.8 or newer; see `SandboxTool` for the others.
     """
 
     name = "python"
@@ -274,7 +272,7 @@ class EditTool(SandboxTool):
         "new_str": {"type": "string", "description": "What stands there afterwards."},
         "insert_line": {
             "type": "integer",
-            "description": "The line after which `insert` inserts; 0 for the beginning.",
+            "description": "Line to insert after; 0: at the start.",
         },
         "view_range": {
             "type": "array",

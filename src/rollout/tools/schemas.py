@@ -145,5 +145,4 @@ def inline_references(schema: Mapping[str, Any]) -> dict[str, Any]:
                 inlined[key] = value if key in _VERBATIM else inline(value, within)
         return inlined
 
-    whole: dict[str, Any] = inline(dict(schema))
-    return whole
+    return dict(inline(dict(schema)))

@@ -14,19 +14,11 @@ from rollout.child_processes import ChildProcesses
 from rollout.config.checks import Count, Natural, Positive, Rule, validate
 from rollout.errors import ToolError
 from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
-from rollout.types import Prompt
+from rollout.types import Prompt, ToolCall
 from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-
-    from rollout.types import ToolCall
-
-#: Keys of ``tools_kwargs[name]`` that are for tools with verl's protocol: arguments of its methods.
-METHOD_KWARGS = frozenset(
-    ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
-)
-
 
 ExceptionTypes = Annotated[
     object,
@@ -66,8 +58,7 @@ class ToolPolicy(msgspec.Struct, frozen=True, kw_only=True):
             begins another such pause. None never refuses. Answers with `is_error` and refused
             arguments are no failures.
 
-    Raises:
-        ToolError: It lists every value that is out of bounds.
+    A `ToolError` lists every value that is out of bounds.
     """
 
     timeout_s: Positive | None = None
@@ -196,15 +187,13 @@ class Tool(ABC):
     async def prepare(self) -> None:  # noqa: B027  (most tools need none)
         """Make sure that calls can be answered: once as a runtime opens, before any work.
 
-        Raises:
-            ToolError: They cannot; nothing is started then.
+        A `ToolError` says that they cannot; nothing is started then.
         """
 
     def is_offered(self, prompt: Prompt) -> bool:
         """Whether a prompt is offered it that names no tools.
 
-        Raises:
-            ToolError: The prompt asks wrongly for it; its trajectories are rejected.
+        A `ToolError` where the prompt asks wrongly for it: its trajectories are rejected.
         """
         return True
 
