@@ -103,7 +103,7 @@ def _agent_waits(run: TrajectoryRun, now: float) -> Iterator[Wait]:
     if sandbox is not None and sandbox.opens_since is not None:
         yield Wait("sandbox", now - sandbox.opens_since)
     tools = run.context.state.used_tools
-    calls = () if tools is None else tools.running
+    calls = () if tools is None else tuple(tools.running)
     for call in calls:
         yield Wait("tool", now - call.began, repr(call.tool))
     for code in run.code.find_inner():

@@ -31,7 +31,7 @@ from rollout.tools.function_tools import FunctionTool
 from rollout.tools.langchain import is_langchain_tool, wrap_langchain_tool
 from rollout.tools.results import ToolResult, normalise_result, read_reward, truncate_text
 from rollout.tools.schemas import as_openai_schema, quote_all
-from rollout.tools.tool import Tool, ToolContext, ToolSession
+from rollout.tools.tool import Tool, ToolContext, ToolPolicy, ToolSession
 from rollout.types import NOT_PARSED, UNKNOWN_TOOL, InvalidToolCall, Prompt, ToolCall
 from rollout.utf8 import encodable
 
@@ -166,6 +166,8 @@ def _make_tool(tool: Tool | Callable[..., Any]) -> Tool:
     schema = as_openai_schema(getattr(tool, "schema", None), f"{kind}.schema")
     if "function" not in tool.schema or schema["function"]["name"] != name:
         raise ToolError(f"{kind}.name = {name!r}: its schema is of {schema!r:.200}")
+    if not isinstance(tool.policy, ToolPolicy):
+        raise ToolError(f"{kind}.policy = {tool.policy!r:.80}; expected a ToolPolicy")
     return tool
 
 
@@ -449,10 +451,10 @@ class TrajectoryTools:
         for name, session in list(self._opened.items()):
             if type(session).calc_reward is ToolSession.calc_reward:
                 continue
-            clock = Clock(Deadline.after(self._executor._tool_s, "limits.tool_s"))
-            what = f"calc_reward of tool {name!r}"
+            limit = Clock(Deadline.after(self._executor._tool_s, "limits.tool_s"))
             try:
-                value: Any = await attempt(session.calc_reward, limit=clock, what=what)
+                what = f"calc_reward of tool {name!r}"
+                value: Any = await attempt(session.calc_reward, limit=limit, what=what)
                 if (reward := read_reward(value)) is None and value is not None:
                     raise ToolError(f"it returned {value!r:.80}; expected a finite number")
             except ToolError as error:

@@ -131,8 +131,7 @@ def _find_fault(raw: inspect.Parameter, *, is_documented: bool) -> str:
 def parse_docstring(text: str | None) -> tuple[str, dict[str, str]]:
     """What stands before the sections, and the parameters' descriptions; in any known style."""
     clean = inspect.cleandoc(text or "")
-    try:
-        # It takes a section in the first line for prose.
+    try:  # with a blank line, since a section in the first line is taken for prose
         parsed = docstring_parser.parse(f"\n{clean}")
     except docstring_parser.ParseError:  # prose that looks like a section and is none
         return clean, {}
@@ -250,8 +249,8 @@ class FunctionTool(Tool, Generic[P, R]):
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             return "it yields: return one value instead"
         if backend not in typing.get_args(Backend) or isolation not in typing.get_args(Isolation):
-            known = "native or asyncio, and none or process"
-            return f"backend = {backend!r}, isolation = {isolation!r}; expected {known}"
+            known = "expected native or asyncio, and none or process"
+            return f"backend = {backend!r}, isolation = {isolation!r}; {known}"
         if self._is_isolated:
             try:
                 check_top_level(function)
