@@ -114,8 +114,8 @@ class _McpTool(Tool):
     ) -> None:
         self._ring, self._connect = ring, connect
         self.name, self.their_name = prefix + theirs.name, theirs.name
-        function = {"name": self.name, "parameters": theirs.input_schema}
-        function["description"] = theirs.description or theirs.title or theirs.name
+        text = theirs.description or theirs.title or theirs.name
+        function = {"name": self.name, "description": text, "parameters": theirs.input_schema}
         self.schema = {"type": "function", "function": function}
 
     async def open(self, context: ToolContext) -> ToolSession:

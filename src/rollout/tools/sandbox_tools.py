@@ -149,16 +149,15 @@ class SandboxTool(Tool, ToolSession):
         return set(result.stdout.decode(errors="surrogateescape").splitlines())
 
     async def _make_directory(self, script: str, *words: str, program: str = "") -> str:
-        """The directory that the script makes and prints; only once."""
-        if self.directory is None:
-            command = ["/bin/sh", "-c", script, "sh", *words]
-            result = await self.sandbox.exec(command, input=program, timeout_s=_START_S)
-            printed = result.stdout.decode(errors="replace").strip()
-            if result.exit_code or not printed:
-                why = result.stderr.decode(errors="replace").strip() or printed
-                raise ToolError(f"cannot start in {self.sandbox.id}: {why}")
-            self.directory = printed
-        return self.directory
+        """The directory that the script makes and prints."""
+        command = ["/bin/sh", "-c", script, "sh", *words]
+        result = await self.sandbox.exec(command, input=program, timeout_s=_START_S)
+        printed = result.stdout.decode(errors="replace").strip()
+        if result.exit_code or not printed:
+            why = result.stderr.decode(errors="replace").strip() or printed
+            raise ToolError(f"cannot start in {self.sandbox.id}: {why}")
+        self.directory = printed
+        return printed
 
 
 class PythonTool(SandboxTool):
@@ -183,8 +182,9 @@ class PythonTool(SandboxTool):
         self.python = python
 
     async def _answer(self, code: str) -> ToolResult:
-        program = read_program("python_session")
-        directory = await self._make_directory(_START, self.python, program=program)
+        directory = self.directory or await self._make_directory(
+            _START, self.python, program=read_program("python_session")
+        )
         note = f"[{_GONE}]\n" if self._is_lost else ""
         self._is_lost, printed = True, b""  # until it has answered
         try:
@@ -232,7 +232,7 @@ class ShellTool(SandboxTool):
     parameters: ClassVar = {"command": {"type": "string", "description": "The command line."}}
 
     async def _answer(self, command: str) -> ToolResult:
-        directory = await self._make_directory(_MAKE + 'echo "$d"')
+        directory = self.directory or await self._make_directory(_MAKE + 'echo "$d"')
         try:
             result = await self.sandbox.exec(
                 ["/bin/sh", "-c", _SHELL, "sh", directory, _SHELL_CALL],
