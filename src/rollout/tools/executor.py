@@ -177,10 +177,8 @@ def _refuse_equal_names(tools: Sequence[Tool]) -> None:
         home: Any = tool if isinstance(tool, FunctionTool) else type(tool)
         homes[tool.name].append(getattr(tool, "origin", f"{home.__module__}.{home.__qualname__}"))
     if equal := [f"{name!r} ({', '.join(at)})" for name, at in homes.items() if len(at) > 1]:
-        raise ToolError(
-            f"tools with the same name: {', '.join(equal)}; give all but one of each another "
-            f'name, as in @function_tool("another_name")'
-        )
+        advice = 'give all but one of each another name, as in @function_tool("another_name")'
+        raise ToolError(f"tools with the same name: {', '.join(equal)}; {advice}")
 
 
 class TrajectoryTools:
@@ -409,6 +407,9 @@ class TrajectoryTools:
         tool, what = self._gates[name].tool, f"open of tool {name!r}"
         context = replace(self._context, kwargs=dict(self._kwargs.get(name) or {}))
         try:
+            if isinstance(tool, FunctionTool):  # which has nothing to wait for
+                self._opened[name] = await tool.open(context)
+                return
             with outer.open(None, ""):
                 async with self._locks[id(self)]:
                     if name in self._opened:  # another conversation has opened it

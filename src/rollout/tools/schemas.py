@@ -11,8 +11,7 @@ from rollout.errors import ToolError
 
 #: Keys whose values are data or names, not schemas: copied as they are.
 _VERBATIM = frozenset({"const", "default", "enum", "examples", "required"})
-#: Keys that are left out. A discriminator maps tags to references; the tags stand in the
-#: alternatives as well.
+#: Keys that are left out; the tags that a discriminator maps stand in the alternatives as well.
 _DROPPED = frozenset({"$ref", "$comment", "title", "discriminator", "$defs", "definitions"})
 
 
