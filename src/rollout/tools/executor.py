@@ -63,7 +63,8 @@ class ToolExecutor:
         names: Of all tools, in the order given.
         opens_first: Whether trajectories open tools before their agent begins.
 
-    A `ToolError` where a function cannot be a tool, a schema is none, or names collide.
+    Raises:
+        ToolError: A function cannot be a tool, a schema is none, or names collide.
     """
 
     def __init__(

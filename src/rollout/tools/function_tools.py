@@ -160,7 +160,8 @@ class FunctionTool(Tool, Generic[P, R]):
             importable; arguments and results cross as plain data.
         stateful: See `Tool.stateful`; None: where it takes a `ToolContext`.
 
-    A `ToolError` lists everything that must be written for a model to use the function.
+    Raises:
+        ToolError: It lists everything that must be written for a model to use the function.
     """
 
     __name__: str  # set by update_wrapper, as are __doc__, __module__ and __wrapped__

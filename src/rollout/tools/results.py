@@ -230,7 +230,8 @@ def truncate_text(
             the methods ``encode(text, add_special_tokens=...)`` and ``decode(ids)``.
         convention: "seed" swaps "left" and "right", as verl names them: after the side kept.
 
-    A `ValueError` where an argument is none of the above.
+    Raises:
+        ValueError: An argument is none of the above.
     """
     for name, value, choices in (
         ("side", side, ("left", "right", "middle")),
