@@ -110,6 +110,33 @@ async def test_flush_cache_under_load_requests_are_cut_off_and_go_on(rollout_clo
         assert pool.statistics()[0].starts == 1
 
 
+class SlowSleeperCore(UpdatableCore):
+    """Takes a while to release its memory."""
+
+    async def sleep(self, level: int) -> None:
+        await anyio.sleep(3)
+
+    async def wake_up(self, tags: tuple[str, ...]) -> None:
+        """Be awake."""
+
+
+async def test_weights_change_while_a_new_replica_goes_to_sleep_it_has_them(
+    rollout_clock: Any,
+) -> None:
+    async with pool_of("test_pool_mends:SlowSleeperCore").serving() as pool:
+        await pool.sleep(2)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pool.add_replica)
+            await anyio.sleep(1)  # it has the weights of before, and is being put to sleep
+            await pool.update_weights(9, DiskWeights("w9"))
+        await pool.wake_up()
+        generations = [Generation() for _ in range(4)]
+        for last, generation in enumerate(generations):
+            await ask(pool, last, 2, generation)
+    assert [each.versions for each in generations] == [[[9, 2]]] * 4
+    assert {each.replica for each in generations} == {"engine-0", "engine-1"}
+
+
 class BreaksAwakening(TiredCore):
     """Breaks when it is woken."""
 

@@ -85,11 +85,9 @@ class MemoryManager:
         """Have a replica that does not serve yet release what the others have released."""
         while replica.released != self._released:  # they may wake meanwhile
             wanted = self._released
-            surplus = replica.released - wanted
-            if surplus:
-                await replica.command(channel, WakeUp(tuple(sorted(surplus))))
-            else:
-                await replica.command(channel, Sleep(2 if "weights" in wanted else 1))
+            surplus = tuple(sorted(replica.released - wanted))
+            operation = WakeUp(surplus) if surplus else Sleep(2 if "weights" in wanted else 1)
+            await replica.command(channel, operation)
             replica.released = wanted
 
     def _resume_requests(self) -> None:

@@ -333,9 +333,9 @@ class Replica:
         """Whether the router may choose it: its session is not lost."""
         return self.routed is not None
 
-    def restart(self, channel: Channel, why: str) -> None:
+    def restart(self, channel: Channel | None, why: str) -> None:
         """Have the engine restarted, unless the session `channel` is over already."""
-        if channel.lost_cause is None:
+        if channel is not None and channel.lost_cause is None:
             self._must_restart = True
             channel.close(why)
 
