@@ -140,10 +140,10 @@ async def _wake(tags: frozenset[str], replica: Replica, channel: Channel) -> Non
 
 
 async def _wake_all(replica: Replica, channel: Channel) -> None:
-    """Wake a replica, whose refusal means that it had not been put to sleep."""
+    """Wake a replica; its refusal means that it had not been put to sleep, or it is restarted."""
     try:
         await replica.command(channel, WakeUp(ALL_TAGS))
     except EngineError as error:
-        if isinstance(error, ChannelError):
-            raise
+        if replica.released:
+            replica.restart(channel, f"it does not wake up: {error}")
     replica.released = frozenset()

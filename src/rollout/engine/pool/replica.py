@@ -264,8 +264,9 @@ class Replica:
                 channel.close()
                 self._media_bytes += channel.media_bytes
                 self.channel = None
-        if channel.lost_cause != "connection":
-            self._must_restart = True
+                # Where it was being brought up to date, nobody knows what came of that.
+                if channel.lost_cause != "connection" or began is None:
+                    self._must_restart = True
         if began is None:
             raise ChannelError(channel.lost_reason)
         logger.warning("lost %s", channel.lost_reason)

@@ -110,7 +110,7 @@ class WeightUpdater:
         A replica gets new requests when it has them. Where none serves, the first one that comes
         to serve has them.
         """
-        self._check_reach(source)
+        self._check_reach(source, mode)
         if isinstance(source, TensorWeights):  # put where every engine of this machine finds them
             path = await anyio.to_thread.run_sync(stage, source)
             weights = SentWeights(version, DiskWeights(path), is_staged=True)
@@ -123,12 +123,15 @@ class WeightUpdater:
         finally:
             self._requests.resume_deadlines()
 
-    def _check_reach(self, source: WeightSource) -> None:
+    def _check_reach(self, source: WeightSource, mode: UpdateMode) -> None:
         """Raise an `EngineError` where a replica that serves could not load them."""
         serving = [replica for replica in self._replicas if replica.is_serving]
         if isinstance(source, DistributedWeights):
             check_broadcast(source, serving)
         for replica in serving:
+            if mode == "wait" and replica.released and replica.in_flight:
+                why = "sleeps with requests under way, which end after wake_up only"
+                raise EngineError(f"mode = 'wait': {replica.name} {why}; expected another mode")
             if isinstance(source, TensorWeights) and not replica.is_here:
                 raise EngineError(
                     f"{replica.name} is on another machine than the driver, where TensorWeights do "
