@@ -46,7 +46,7 @@ Place = tuple[int, int]
 MarkedEncode = Callable[[Sequence[str]], "array[int]"]
 
 #: Bytes of pieces, texts and ids together, that an encoder remembers, and of one piece at most.
-_REMEMBERED, _LARGEST_PIECE = 32 << 20, 1 << 20
+_REMEMBERED, _LARGEST_PIECE = 4 << 20, 1 << 20
 #: What an entry of a dict takes beside its text and ids.
 _ENTRY = 150
 #: Begins and ends the tokens that stand for special ones; of a private plane, so in no text.

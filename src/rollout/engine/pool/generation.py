@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 from array import array
+from collections.abc import Callable
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -16,21 +17,20 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout.engine.channel.messages import Submit
+from rollout.engine.core import EngineInfo, FinishReason, SamplingParams
 from rollout.engine.cores.checks import check_sampling, describe_outside_id
+from rollout.engine.routing import Dispatch
 from rollout.errors import EngineError
-from rollout.limits import Clock
+from rollout.limits import Clock, Limit
+from rollout.medium import PlacedMedia
 from rollout.observe.event_stream import NO_TRAJECTORY
 from rollout.observe.explanation import Wait
-from rollout.token_prefix import find_outside_id
+from rollout.token_prefix import TokenPrefix, find_outside_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from rollout.engine.core import Chunk, EngineInfo, FinishReason, SamplingParams
-    from rollout.engine.routing import Dispatch
-    from rollout.limits import Limit
-    from rollout.medium import PlacedMedia
-    from rollout.token_prefix import TokenPrefix
+    from rollout.engine.core import Chunk
 
 logger = logging.getLogger("rollout.engine")
 
@@ -86,6 +86,7 @@ class Loss:
         self.settled.set()
 
 
+@attrs.define(eq=False, weakref_slot=False, getstate_setstate=False)
 class Generation:
     """One generation: what it continues and how, its requests, one at a time, and their tokens.
 
@@ -142,44 +143,60 @@ class Generation:
         is_abandoned: That is over, and further tokens are dropped.
     """
 
-    deadline: float
-    done: anyio.Event
-    counts: TokenCounts
-    on_end: Callable[[Generation], None]
+    on_tokens: tuple[Callable[[Generation], object], ...] = ()
+    is_seeded: bool = False
+    ids: array[int] = attrs.Factory(lambda: array("i"))
+    log_probs: array[float] = attrs.Factory(lambda: array("f"))
+    finish_reason: FinishReason | None = None
+    cached_tokens: int = 0
+    parts: list[Dispatch] = attrs.Factory(list)
+    resumes: int = 0
+    restarts: list[str] = attrs.Factory(list)
+    versions: list[list[int]] = attrs.Factory(list)
+    bounded_by: str = ""
+    top_count: int = 0
+    top_ids: bytes | bytearray = attrs.Factory(bytearray)
+    top_log_probs: bytes | bytearray = attrs.Factory(bytearray)
+    expert_shape: tuple[int, int] | None = None
+    expert_room: int = 0
+    routed_experts: bytes | bytearray = attrs.Factory(bytearray)
+    kept: int | None = None
+    held_s: float = 0.0
+    is_truncated: bool = False
+    _packed: tuple[bytes, bytes] | None = None
 
-    def __init__(
-        self, on_tokens: Sequence[Callable[[Generation], object]] = (), *, is_seeded: bool = False
-    ) -> None:
-        self.ids = array("i")
-        self.log_probs = array("f")
-        self.versions: list[list[int]] = []
-        self.finish_reason: FinishReason | None = None
-        self.cached_tokens = 0
-        self.parts: list[Dispatch] = []
-        self.resumes = 0
-        self.restarts: list[str] = []
-        self.bounded_by = ""
-        self.top_count = 0
-        self.expert_shape: tuple[int, int] | None = None
-        self.expert_room = 0
-        self.kept: int | None = None
-        self.held_s = 0.0
-        self.is_seeded, self.is_truncated = is_seeded, False
-        self.on_tokens = tuple(on_tokens)
-        self.top_ids: bytes | bytearray = bytearray()
-        self.top_log_probs: bytes | bytearray = bytearray()
-        self.routed_experts: bytes | bytearray = bytearray()
-        self._packed: tuple[bytes, bytes] | None = None
-        self.losses: list[Loss] = []
-        self.malformed, self.refused_backoff_s = 0, 0.05
-        self.waits_since = self.placed_at = 0.0
-        self.called: anyio.Event | None = None
-        self.dispatch: Dispatch | None = None
-        self.error = ""
-        self.first_at: float | None = None
-        self.loss: Loss | None = None
-        self.is_running = self.is_cancelled = self.is_abandoned = self._is_paused = False
-        self.is_lost = self.is_malformed = self.is_interrupted = False
+    session_id: str = attrs.field(init=False)
+    prompt: bytes | TokenPrefix = attrs.field(init=False)
+    sampling: SamplingParams = attrs.field(init=False)
+    priority: int = attrs.field(init=False)
+    group_id: str = attrs.field(init=False)
+    limit: Limit = attrs.field(init=False)
+    trajectory: int = attrs.field(init=False)
+    media: tuple[PlacedMedia, ...] = attrs.field(init=False)
+    expert_start: int = attrs.field(init=False)
+    info: EngineInfo = attrs.field(init=False)
+    on_end: Callable[[Generation], None] = attrs.field(init=False)
+    losses: list[Loss] = attrs.Factory(list)
+    malformed: int = 0
+    refused_backoff_s: float = 0.05
+    waits_since: float = 0.0
+    placed_at: float = 0.0
+    called: anyio.Event | None = None
+    _is_paused: bool = False
+
+    dispatch: Dispatch | None = None
+    counts: TokenCounts = attrs.field(init=False)
+    is_running: bool = False
+    deadline: float = attrs.field(init=False)
+    done: anyio.Event = attrs.field(init=False)
+    error: str = ""
+    first_at: float | None = None
+    loss: Loss | None = None
+    is_lost: bool = False
+    is_malformed: bool = False
+    is_interrupted: bool = False
+    is_cancelled: bool = False
+    is_abandoned: bool = False
 
     @property
     def count(self) -> int:
