@@ -189,6 +189,35 @@ async def test_weights_change_while_a_new_replica_goes_to_sleep_it_has_them(
     assert {each.replica for each in generations} == {"engine-0", "engine-1"}
 
 
+class StubbornCore(SlowSleeperCore):
+    """Does not wake up once it sleeps; without `sleep_s` it does not even go to sleep."""
+
+    async def sleep(self, level: int) -> None:
+        if not self._sleep_s:
+            raise EngineError("too busy")
+        await super().sleep(level)
+
+    async def wake_up(self, tags: tuple[str, ...]) -> None:
+        raise EngineError("five more minutes")
+
+
+async def test_sleep_fails_and_one_that_sleeps_does_not_wake_it_is_restarted(
+    rollout_clock: Any,
+) -> None:
+    core, placement = "test_pool_mends:StubbornCore", CuttableInProcess()
+    specs = [CoreSpec(core, {"sleep_s": seconds}) for seconds in (1.0, 0.0)]
+    pool = EnginePool(placement=placement, specs=specs, router=Router(), start_timeout_s=60)
+    async with pool.serving():
+        with pytest.raises(EngineError, match="too busy"):
+            await pool.sleep()
+        await anyio.sleep(30)
+        assert [(each.state, each.starts) for each in pool.statistics()] == [
+            ("serving", 2),
+            ("serving", 1),
+        ]
+        assert not any(each.is_asleep for each in placement.cores.values())
+
+
 async def test_update_waits_for_requests_that_sleep_it_is_refused(rollout_clock: Any) -> None:
     answers: list[list[int]] = []
 
