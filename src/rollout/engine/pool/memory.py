@@ -84,11 +84,11 @@ class MemoryManager:
     async def bring_up(self, replica: Replica, channel: Channel) -> None:
         """Have a replica that does not serve yet release what the others have released."""
         while replica.released != self._released:  # they may wake meanwhile
-            wanted = self._released
-            surplus = tuple(sorted(replica.released - wanted))
-            operation = WakeUp(surplus) if surplus else Sleep(2 if "weights" in wanted else 1)
-            await replica.command(channel, operation)
-            replica.released = wanted
+            surplus = replica.released - self._released
+            if surplus:
+                await _wake(surplus, replica, channel)
+            else:
+                await _sleep(2 if "weights" in self._released else 1, replica, channel)
 
     def _resume_requests(self) -> None:
         if self._requests.is_admission_blocked:
