@@ -141,7 +141,11 @@ def test_prompt_message_extra_is_left_alone() -> None:
     assert message == {"role": "user", "content": "a", "extra": {"b": None}}
 
 
-@pytest.mark.parametrize("messages", [None, 3, "abc", [3, None], {"a": None}])
+CYCLE: dict[str, Any] = {"role": "user", "content": []}
+CYCLE["content"].append(CYCLE)
+
+
+@pytest.mark.parametrize("messages", [None, 3, "abc", [3, None], {"a": None}, CYCLE, [CYCLE]])
 def test_prompt_of_no_messages_can_still_be_made(messages: Any) -> None:
     assert Prompt(messages=messages, sampling=messages, tools_kwargs=messages).uid is None
 
