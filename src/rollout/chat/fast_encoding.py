@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from typing import Any
 
-from rollout.chat.tokenizer_parts import copy_tokenizer
+from rollout.chat.tokenizer_parts import make_plain_tokenizer
 from rollout.utf8 import check_encodable
 
 logger = logging.getLogger("rollout.chat")
@@ -51,9 +51,7 @@ def make_plain_codec(backend: Any, specials: Iterable[str]) -> tuple[Encode, Dec
     All other added tokens are recognised. `backend` is a `tokenizers.Tokenizer`. The decoder of
     `fastokens` raises where it does not know an id.
     """
-    plain = copy_tokenizer(backend)
-    plain.add_special_tokens(list(specials))  # known already: they become special, ids stay
-    plain.encode_special_tokens = True
+    plain = make_plain_tokenizer(backend, specials)
     exact = make_encoder(plain)
     fast = _open_fastokens(plain)
     if fast is None:
