@@ -220,7 +220,9 @@ def test_encode_by_a_tokenizer_that_cannot_be_split_keeps_spelled_tokens_text(na
 
 
 @pytest.mark.parametrize("name", UNUSUAL)
-@pytest.mark.parametrize("text", ["e <b> <a>a ghi b<a> c <b> \n", "ghi<a>e <b> \n <a>ghi ghi <a>\n"])
+@pytest.mark.parametrize(
+    "text", ["e <b> <a>a ghi b<a> c <b> \n", "ghi<a>e <b> \n <a>ghi ghi <a>\n"]
+)
 def test_encode_by_a_tokenizer_that_cannot_be_split_adds_nothing_beside_spelled_tokens(
     name: str, text: str
 ) -> None:
