@@ -222,7 +222,6 @@ def render_escaped(
     word = "rolloutSpecialToken"  # letters, which templates leave as they are
     while word in text:
         word += "a"
-
     spelled: list[str] = []
 
     def mark(text: str, left_out: Container[str] = ()) -> str:
