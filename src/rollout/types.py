@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -124,9 +125,11 @@ class Prompt(_PositionalMessages, frozen=True, kw_only=True):
         given: object = self.messages
         if isinstance(given, str):
             given = [Message(role="user", content=given)]
-        msgspec.structs.force_setattr(self, "messages", without_padding(given))
-        for field in ("sampling", "tools_kwargs"):
-            msgspec.structs.force_setattr(self, field, without_null_keys(getattr(self, field)))
+            msgspec.structs.force_setattr(self, "messages", given)
+        with suppress(RecursionError):  # what refers to itself is refused where it is used
+            msgspec.structs.force_setattr(self, "messages", without_padding(given))
+            for field in ("sampling", "tools_kwargs"):
+                msgspec.structs.force_setattr(self, field, without_null_keys(getattr(self, field)))
 
 
 def without_null_keys(value: Any) -> Any:

@@ -241,5 +241,6 @@ async def test_server_has_the_system_end_connections_of_vanished_machines() -> N
             async with connect_channel("engine-0", connect, SECRET) as channel:
                 assert channel.info.core == "counting"
                 option = socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
-                assert accepted[0].getsockopt(*option) == 10_000
+                # A driver whose loop is blocked for a minute takes nothing meanwhile either.
+                assert accepted[0].getsockopt(*option) == 75_000
             tasks.cancel_scope.cancel()

@@ -7,11 +7,14 @@ import os
 import threading
 import time  # noqa: TID251  (what is measured here is CPU time)
 from array import array
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import attrs
 import msgspec
 import pytest
 
@@ -23,7 +26,7 @@ from rollout.engine.core import Chunk, EngineBroken, SamplingParams
 from rollout.engine.placement import ray as ray_placement
 from rollout.engine.placement.engine_process import encode_spec
 from rollout.engine.placement.in_process import InProcess
-from rollout.engine.placement.placement import CoreSpec
+from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
 from rollout.engine.routing import Router
@@ -108,6 +111,130 @@ async def test_flush_cache_under_load_requests_are_cut_off_and_go_on(rollout_clo
                 await pool.flush_cache()
         assert sorted(answers) == [list(range(101, 107))] * 3 + [list(range(201, 207))] * 3
         assert pool.statistics()[0].starts == 1
+
+
+class SlowSleeperCore(UpdatableCore):
+    """Takes a while to release its memory."""
+
+    def __init__(self, *, sleep_s: float = 3.0, **options: Any) -> None:
+        super().__init__(**options)
+        self.is_asleep, self._sleep_s = False, sleep_s
+
+    async def sleep(self, level: int) -> None:
+        await anyio.sleep(self._sleep_s)
+        self.is_asleep = True
+
+    async def wake_up(self, tags: tuple[str, ...]) -> None:
+        self.is_asleep = False
+
+
+class CuttableInProcess(InProcess):
+    """Keeps the driver's end of each replica's last connection, and its core."""
+
+    def __init__(self) -> None:
+        self.cores: dict[str, Any] = {}
+        self.streams: dict[str, Any] = {}
+        super().__init__(latency_s=0.5, wrap=self._note_core)
+
+    def _note_core(self, name: str, core: Any) -> Any:
+        self.cores[name] = core
+        return core
+
+    @asynccontextmanager
+    async def open_replica(
+        self, name: str, spec: CoreSpec, start_timeout_s: float
+    ) -> AsyncIterator[ReplicaHandle]:
+        async with super().open_replica(name, spec, start_timeout_s) as handle:
+
+            async def connect() -> Any:
+                stream = self.streams[name] = await handle.connect()
+                return stream
+
+            yield attrs.evolve(handle, connect=connect)
+
+
+async def test_connection_breaks_while_a_replica_is_put_to_sleep_it_does_not_serve_asleep(
+    rollout_clock: Any,
+) -> None:
+    core, placement = "test_pool_mends:SlowSleeperCore", CuttableInProcess()
+    specs = [CoreSpec(core, {"sleep_s": seconds}) for seconds in (1.5, 0.0)]
+    pool = EnginePool(placement=placement, specs=specs, router=Router(), start_timeout_s=60)
+    async with pool.serving():
+        placement.streams["engine-0"].cut()
+        await anyio.sleep(0.1)
+        await pool.sleep()
+        await anyio.sleep(1.3)  # it has come back, and is being put to sleep
+        assert [each.state for each in pool.statistics()] == ["lost", "serving"]
+        placement.streams["engine-0"].cut()
+        await pool.wake_up()
+        await anyio.sleep(30)
+        assert [each.state for each in pool.statistics()] == ["serving"] * 2
+        assert not any(each.is_asleep for each in placement.cores.values())
+
+
+async def test_weights_change_while_a_new_replica_goes_to_sleep_it_has_them(
+    rollout_clock: Any,
+) -> None:
+    async with pool_of("test_pool_mends:SlowSleeperCore").serving() as pool:
+        await pool.sleep(2)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pool.add_replica)
+            await anyio.sleep(1)  # it has the weights of before, and is being put to sleep
+            await pool.update_weights(9, DiskWeights("w9"))
+        await pool.wake_up()
+        generations = [Generation() for _ in range(4)]
+        for last, generation in enumerate(generations):
+            await ask(pool, last, 2, generation)
+    assert [each.versions for each in generations] == [[[9, 2]]] * 4
+    assert {each.replica for each in generations} == {"engine-0", "engine-1"}
+
+
+class StubbornCore(SlowSleeperCore):
+    """Does not wake up once it sleeps; without `sleep_s` it does not even go to sleep."""
+
+    async def sleep(self, level: int) -> None:
+        if not self._sleep_s:
+            raise EngineError("too busy")
+        await super().sleep(level)
+
+    async def wake_up(self, tags: tuple[str, ...]) -> None:
+        raise EngineError("five more minutes")
+
+
+async def test_sleep_fails_and_one_that_sleeps_does_not_wake_it_is_restarted(
+    rollout_clock: Any,
+) -> None:
+    core, placement = "test_pool_mends:StubbornCore", CuttableInProcess()
+    specs = [CoreSpec(core, {"sleep_s": seconds}) for seconds in (1.0, 0.0)]
+    pool = EnginePool(placement=placement, specs=specs, router=Router(), start_timeout_s=60)
+    async with pool.serving():
+        with pytest.raises(EngineError, match="too busy"):
+            await pool.sleep()
+        await anyio.sleep(30)
+        assert [(each.state, each.starts) for each in pool.statistics()] == [
+            ("serving", 2),
+            ("serving", 1),
+        ]
+        assert not any(each.is_asleep for each in placement.cores.values())
+
+
+async def test_update_waits_for_requests_that_sleep_it_is_refused(rollout_clock: Any) -> None:
+    answers: list[list[int]] = []
+
+    async def keep_asking(pool: EnginePool) -> None:
+        answers.append(await ask(pool, 100, 9))
+
+    async with pool_of("test_pool_mends:SlowSleeperCore", token_s=1.0).serving() as pool:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(keep_asking, pool)
+            await anyio.sleep(2)
+            await pool.sleep()
+            with anyio.fail_after(60):
+                with pytest.raises(EngineError, match=r"mode = 'wait': engine-0 sleeps with"):
+                    await pool.update_weights(8, DiskWeights("w8"), "wait")
+                await pool.update_weights(8, DiskWeights("w8"))
+                await pool.wake_up()
+    assert answers == [list(range(101, 110))]
 
 
 class BreaksAwakening(TiredCore):

@@ -67,13 +67,19 @@ async def _nap(runtime: Any, level: int) -> None:
     await runtime.wake_up()
 
 
-async def test_sleep_replica_dies_or_comes_it_sleeps_too() -> None:
+@pytest.mark.parametrize(
+    ("woken", "asleep"), [((), {"kv_cache", "weights"}), (("kv_cache",), {"weights"})]
+)
+async def test_sleep_replica_dies_or_comes_it_sleeps_too(
+    woken: tuple[str, ...], asleep: set[str]
+) -> None:
     recorder = Recorder()
     async with recorder.open_rollout(config_of()) as runtime:
         await runtime.sleep(2)
+        await runtime.wake_up(woken)
         added = await runtime.engines.add_replica()
         core = recorder.runtimes[-1].cores[-1]
-        assert core._core._asleep == {"kv_cache", "weights"}
+        assert core._core._asleep == asleep
         await runtime.wake_up()
         assert not core._core._asleep
         assert added == "engine-2"

@@ -105,11 +105,13 @@ DRIVER = """
 import anyio, isolated_tools
 from rollout.child_processes import ChildProcesses
 from rollout.tools import ToolContext
+from rollout.types import ToolCall
 
 async def main():
     processes = ChildProcesses("rollout.tools.function_tools", max_processes=1, cleanup_s=5.0)
     context = ToolContext(uid="p", member=0, threads=None, processes=processes)
-    await isolated_tools.hold_the_interpreter.run({"marker": %r}, context)
+    session = await isolated_tools.hold_the_interpreter.open(context)
+    await session.execute(ToolCall(name="", arguments={"marker": %r}))
 
 anyio.run(main, backend="trio")
 """

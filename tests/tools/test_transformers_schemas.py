@@ -42,6 +42,15 @@ PARAMETERS: dict[str, dict[str, tuple[Any, ...]]] = {
         "x": (str | list[str], "The input"),
         "y": (Literal["a", "b"] | int | None, "Also the input", None),
     },
+    "of_anything": {
+        "x": (list[Any], "A list"),
+        "y": (dict[str, Any], "A mapping"),
+        "z": (Optional[list[dict[str, Any]]], "Mappings"),  # noqa: UP045
+        "u": (dict[str, Any] | list[Any] | int, "One of them"),
+        "v": (dict[str, list], "Bare lists"),  # type: ignore[type-arg]
+        "w": (tuple[Any, int], "A pair"),
+        "a": (Any, "Anything"),
+    },
     "of_tuple": {"x": (tuple[int, str], "The input"), "y": (dict[str, float], "A mapping")},
     "choices": {"unit": (str, 'The unit (Choices: ["celsius", "fahrenheit"])')},
     "other_choices": {
@@ -146,6 +155,11 @@ def test_schema_of_a_function_is_that_of_transformers(function: Callable[..., An
         ("of_tuple", {"x": [1, "a"], "y": {"k": 1}}, ""),
         ("of_tuple", {"x": [1], "y": {}}, "x[1]: Field required"),
         ("union_of_complex", {"x": ["a"], "y": None}, ""),
+        (
+            "of_anything",
+            {"x": [1, None], "y": {"k": []}, "z": None, "u": 1, "v": {}, "w": ["a", 1], "a": 2},
+            "",
+        ),
     ],
 )
 def test_arguments_of_such_functions_are_checked(

@@ -103,9 +103,9 @@ def _agent_waits(run: TrajectoryRun, now: float) -> Iterator[Wait]:
     if sandbox is not None and sandbox.opens_since is not None:
         yield Wait("sandbox", now - sandbox.opens_since)
     tools = run.context.state.used_tools
-    calls = () if tools is None else tools.under_way
-    for name, since in calls:
-        yield Wait("tool", now - since, repr(name))
+    calls = () if tools is None else tuple(tools.running)
+    for call in calls:
+        yield Wait("tool", now - call.began, repr(call.tool))
     for code in run.code.find_inner():
         if code.what == USER:
             yield Wait("user", now - code.since)

@@ -389,7 +389,8 @@ def _sum_counts(run: TrajectoryRun, discarded_tokens: int = 0) -> dict[str, floa
         "resumes": state.resumes,
     }
     if (tools := state.used_tools) is not None:
-        tools.abandon()  # calls of code that was stopped will not end
+        for call in tuple(tools.running):  # of code that was stopped: they will not end
+            tools.end_call(call)
         counts |= {"tool_calls": tools.calls, "tool_errors": tools.errors, **tools.counts}
     for name, value in run.counts.items():
         known = counts.get(name, 0.0)

@@ -23,8 +23,6 @@ MAX_EXPRESSION = 1000
 #: Bits of an exact integer: some 1200 digits.
 MAX_BITS = 4096
 _SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "^": "**"})
-#: Bytes of a retriever's answer that are read.
-MAX_ANSWER = 16 * 2**20
 
 
 def is_shipped(names: str) -> bool:
@@ -35,13 +33,7 @@ def is_shipped(names: str) -> bool:
 def make_shipped(
     names: Sequence[str], *, search_url: str = "", max_pictures: int = 0
 ) -> list[Tool]:
-    """One tool for each name of `SHIPPED`, or ``search``.
-
-    Args:
-        names: Of the tools.
-        search_url: Of the retriever that the search asks.
-        max_pictures: Of a program's call, which the model is shown; see `PythonTool`.
-    """
+    """One tool for each name of `SHIPPED`, or ``search``, which asks the retriever at the URL."""
     python, shell = PythonTool(max_pictures=max_pictures), ShellTool(max_pictures=max_pictures)
     made = {tool.name: tool for tool in (calculator, EditTool(), finish, python, shell, submit)}
     return [made[name] if name in made else SearchTool(search_url) for name in names]
@@ -59,17 +51,8 @@ async def finish(answer: str, context: ToolContext) -> ToolResult:
     return ToolResult("The answer is recorded.", data=answer, end_trajectory=True)
 
 
-@function_tool
-async def submit(answer: str, context: ToolContext) -> ToolResult:
-    """Submit your final answer; the task ends with it.
-
-    Args:
-        answer: The final answer.
-    """
-    return await finish(answer, context)
-
-
-# Calculator.
+#: `finish` by another name.
+submit = function_tool("submit")(finish.function)
 
 
 @function_tool
@@ -88,13 +71,11 @@ async def calculator(expression: str) -> ToolResult:
 def calculate(expression: str) -> Number:
     """Calculate the value of an arithmetic expression, with Python's precedence.
 
-    Operators: ``+ - * / // % **`` and parentheses; ``×``, ``·``, ``÷`` and ``−`` are read as
-    ``*``, ``*``, ``/`` and ``-``, and ``^`` as power. Integers stay exact, also through ``/``
-    where it leaves no rest.
+    Operators: ``+ - * / // % **`` and parentheses, also written ``× · ÷ −`` and, for power, ``^``.
+    Integers stay exact, also through ``/`` where it leaves no rest.
 
-    Raises:
-        ValueError: It is no such expression, divides by zero, has no real value, is nested
-            too deep for Python, or passes a bound: 1000 characters, integers of 4096 bits.
+    A `ValueError` where it is none, divides by zero, has no real value, is nested too deep for
+    Python, or passes a bound: 1000 characters, integers of 4096 bits.
     """
     if (size := len(expression)) > MAX_EXPRESSION:
         raise ValueError(f"the expression has {size} characters; at most {MAX_EXPRESSION}")
@@ -113,8 +94,7 @@ def calculate(expression: str) -> Number:
 
 def format_number(value: Number) -> str:
     """A plain number: all digits of an int, 15 significant ones of a float (``0.3``, ``12``)."""
-    # Adding 0.0 turns -0.0 into 0.0.
-    return str(value) if isinstance(value, int) else format(value + 0.0, ".15g")
+    return str(value) if isinstance(value, int) else format(value + 0.0, ".15g")  # -0.0 is 0.0
 
 
 def _evaluate(node: ast.expr) -> Number:
@@ -161,9 +141,6 @@ _OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
 }
 
 
-# Search.
-
-
 class SearchTool(FunctionTool[..., ToolResult]):
     """Answers a query with the passages of a retriever; `ToolResult.data` lists its documents.
 
@@ -172,14 +149,9 @@ class SearchTool(FunctionTool[..., ToolResult]):
 
     Args:
         url: Of the retriever.
-        name: What the model calls it.
-        top_k: Passages where the model asks for no number.
-        max_top_k: Most that it can ask for.
-        description: What the model reads about it; None takes ours.
+        name, description: What the model calls it, and reads about it; None takes ours.
+        top_k, max_top_k: Passages where the model asks for no number, and most that it can ask for.
         timeout_s: Of one request; one that fails is made again, twice.
-
-    Raises:
-        ToolError: An argument is wrong.
     """
 
     def __init__(
@@ -193,34 +165,31 @@ class SearchTool(FunctionTool[..., ToolResult]):
         timeout_s: float = 30.0,
     ) -> None:
         rule = Rule(f"an integer from 1 to max_top_k = {max_top_k}", lambda n: 1 <= n <= max_top_k)
-        options = {"url": (Url, url), "top_k": (Annotated[int, rule], top_k)}
-        check_options(f"search tool {name!r}", **options)
+        check_options(f"search tool {name!r}", url=(Url, url), top_k=(Annotated[int, rule], top_k))
         self.url, self.top_k, self.timeout_s = url, top_k, timeout_s
         query = {"type": "string", "description": "What to look for, in a few words."}
         count: dict[str, Any] = {"type": "integer", "minimum": 1, "maximum": max_top_k}
         count |= {"default": top_k, "description": "How many passages."}
         parameters = {"type": "object", "properties": {"query": query, "top_k": count}}
-        schema = {
-            "name": name,
-            "description": description or "Search for passages about the query, the best first.",
-            "parameters": {**parameters, "required": ["query"]},
-        }
+        text = description or "Search for passages about the query, the best first."
+        schema = {"name": name, "description": text, "parameters": parameters}
+        parameters["required"] = ["query"]
         super().__init__(self.search, schema=schema, policy=ToolPolicy(retries=2))
 
     def search(self, query: str, top_k: int | None = None) -> ToolResult:
-        """The passages that the retriever finds.
-
-        Raises:
-            TransientError: It does not answer.
-            ToolError: It refuses, or its answer is none of a retriever.
-        """
+        """The passages that the retriever finds; a `TransientError` where it does not answer."""
         body = {"queries": [query], "topk": top_k or self.top_k, "return_scores": True}
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
         try:
             with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
-                found = list(json.loads(answer.read(MAX_ANSWER))["result"][0])
-            passages = [_show_passage(each, number) for number, each in enumerate(found, 1)]
+                found = list(json.loads(answer.read(16 * 2**20))["result"][0])
+            passages = []
+            for number, each in enumerate(found, 1):
+                document = each.get("document", each)
+                title = f" {document['title']}" if document.get("title") else ""
+                text = document.get("contents", document.get("text", ""))
+                passages.append(f"[{document.get('id', number)}]{title}\n{text}")
         except urllib.error.HTTPError as error:
             error.close()
             kind = TransientError if error.code >= 500 or error.code == 429 else ToolError
@@ -230,10 +199,3 @@ class SearchTool(FunctionTool[..., ToolResult]):
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise ToolError(f"the retriever gave no list of results ({error!r:.100})") from error
         return ToolResult("\n\n".join(passages) or "No passage was found.", data=found)
-
-
-def _show_passage(found: dict[str, Any], number: int) -> str:
-    document = found.get("document", found)
-    title = f" {document['title']}" if document.get("title") else ""
-    text = document.get("contents", document.get("text", ""))
-    return f"[{document.get('id', number)}]{title}\n{text}"

@@ -4,34 +4,32 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import anyio
 import msgspec
 
-from rollout.containment import Contained, containment_here
+from rollout.containment import Contained, UnresponsiveError, containment_here
 from rollout.errors import ToolError
-from rollout.limits import call_limit
+from rollout.limits import Limit, call_limit
 from rollout.observe.event_stream import EventStream
 from rollout.observe.events import ToolEnded, ToolStarted
 from rollout.scopes import find_exception, release_token
-from rollout.tools.function_tools import FunctionTool
 from rollout.tools.results import ToolResult, describe_error, error_result
 from rollout.tools.schemas import SchemaCheck
 from rollout.types import Cause, InvalidToolCall, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from rollout.limits import Limit
     from rollout.observe.tally import Tally
     from rollout.tools.tool import Tool
 
+    Execute = Callable[[], Awaitable[ToolResult]]
+
 logger = logging.getLogger("rollout")
 T = TypeVar("T")
-#: Characters of an error that an event says.
-MAX_SHOWN = 200
 
 
 class CallEvents(msgspec.Struct, frozen=True):
@@ -48,9 +46,7 @@ class Call(msgspec.Struct, eq=False, gc=False):
         call: As the model wrote it; it may not be parsed.
         tool: Its name, or what stands in its place in figures.
         began: When it did, or was refused.
-        events: Where its events go; None where nobody reads.
         checked: With the arguments that the tool gets; None where it cannot run.
-        result: None until it is answered.
     """
 
     position: int
@@ -70,15 +66,14 @@ class Call(msgspec.Struct, eq=False, gc=False):
         """Emit that the call begins."""
         if (to := self.events) is not None and to.events.tells_all:
             at = to.events.since_start(self.began)
-            event = ToolStarted(at=at, tool=self.tool, position=self.position, **to.where)
-            to.events.emit(event)
+            to.events.emit(ToolStarted(at=at, tool=self.tool, position=self.position, **to.where))
 
     def emit_ended(self, seconds: float, *, is_refused: bool) -> None:
         """Emit that the call has its result, or was cancelled."""
         if (to := self.events) is None:
             return
         # The text, and not the result, which may hold anything else.
-        text = "cancelled" if self.result is None else self.result.text
+        shown = None if self.result is None else self.result.text
         event = ToolEnded(
             at=to.events.since_start(self.began + seconds),
             began=to.events.since_start(self.began),
@@ -86,66 +81,69 @@ class Call(msgspec.Struct, eq=False, gc=False):
             call_id=getattr(self.call, "id", "") or "",
             is_refused=is_refused,
             is_error=self.is_error,
-            error=text[:MAX_SHOWN] if self.is_error else "",
-            characters=0 if self.result is None else len(text),
+            error=("cancelled" if shown is None else shown)[:200] if self.is_error else "",
+            characters=len(shown or ""),
             position=self.position,
             **to.where,
         )
-        shown = None if self.result is None else text
         to.events.tell_event(to.where["trajectory"], event, (self.call, shown))
 
 
 async def attempt(
-    action: Callable[[], Awaitable[T]], *, limit: Limit, what: str, code: Contained[T] | None = None
+    action: Callable[[], Awaitable[T]],
+    *,
+    limit: Limit,
+    what: str,
+    code: Contained[T] | None = None,
+    tally: Tally | None = None,
 ) -> T:
     """Await what `action` returns; it runs in a task of its own.
 
-    Args:
-        action: Runs within `limit`.
-        what: What it is, for messages, also where it blocks the event loop.
-        code: Runs it, also where it is paused; None: another one, of which nobody knows.
+    It runs within `limit`, by `code` or another one; `what` names it, also where the loop blocks.
+    With a `tally`, which counts it, code that does not end is a `ToolError` like any other.
 
     Raises:
         ToolError: It raised anything but KeyboardInterrupt, which is raised as itself; or `limit`
             was over, and it was cancelled. The text is for the model; its cause is what it raised.
         LimitExceeded: So was a limit around `limit`.
-        UnresponsiveError: It was cancelled, and did not end.
+        UnresponsiveError: It was cancelled and did not end, nor does what waits for it continue.
     """
     async with containment_here() as containment:
         code = code or Contained(containment, what, what)
-        code.what = what
+        code.what, code.ends_alone = what, tally is not None
         limit.govern(code.scope)
         token = call_limit.set(limit)
         try:
             await code.run(action)
+        except UnresponsiveError as given_up:
+            if tally is None or not code.ends_alone:
+                raise
+            tally.unresponsive += 1
+            logger.warning("%s", given_up)
         finally:
             call_limit.reset(token)
             limit.release()
-    error = code.error
-    if error is None and not code.was_cancelled:
+    error, stopped = code.error, code.unresponsive
+    if error is None and stopped is None and not code.was_cancelled:
         return cast("T", code.value)
     if error is not None and (interrupt := find_exception(error, KeyboardInterrupt)):
         raise interrupt
     if limit.is_over and (error is None or code.scope.cancel_called):
         if limit.is_outer_over:
             raise limit.deadline.error()
-        raise ToolError(f"timed out after {limit.deadline.seconds:g} s ({limit.deadline.source})")
+        late = f"timed out after {limit.deadline.seconds:g} s ({limit.deadline.source})"
+        raise ToolError(late) from stopped
     if error is None:
         raise ToolError(f"{code.what} was cancelled: the runtime is closing")
     raise ToolError(describe_error(error)) from find_exception(error) or error
 
 
 class ToolGate:
-    """Runs the calls of one tool as its policy says, for all trajectories of a runtime.
-
-    Attributes:
-        tool: The tool.
-        has_queue: Whether calls may wait for a slot.
-    """
+    """Runs the calls of one tool as its policy says, for all trajectories of a runtime."""
 
     def __init__(self, tool: Tool, tool_s: float | None, tally: Tally) -> None:
         self.tool, self._policy, self._tally = tool, (policy := tool.policy), tally
-        self._check = SchemaCheck(tool.name, tool.schema["function"].get("parameters"))
+        self.schema_check = SchemaCheck(tool.name, tool.schema["function"].get("parameters"))
         self._call_s, self._source = tool_s, "limits.tool_s"
         if policy.timeout_s is not None:
             self._call_s, self._source = policy.timeout_s, f"timeout_s of {tool.name!r}"
@@ -155,31 +153,16 @@ class ToolGate:
         self._cache: dict[bytes, ToolResult] = {}  # the result used longest ago first
         self._failures, self._last_failure, self._refuses_until = 0, "", -math.inf
 
-    def check(self, arguments: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Make the arguments that the tool gets, of the model's and of the prompt's for functions.
-
-        Raises:
-            ToolError: They are wrong.
-        """
-        if isinstance(self.tool, FunctionTool):
-            return self.tool.check(arguments, kwargs)
-        return self._check.check(arguments)
-
-    async def answer(
-        self, execute: Callable[[], Awaitable[ToolResult]], key: object, turn: Limit, what: str
-    ) -> ToolResult:
+    async def answer(self, execute: Execute, key: object, turn: Limit, what: str) -> ToolResult:
         """Return the cached result of a call, or that of its last try, which may have failed.
 
-        Args:
-            execute: Makes the call.
-            key: What its result is cached by.
-            turn: The limit around that of the call, which begins with its slot, for all tries.
-            what: Whose call it is, for messages.
-
-        Raises:
-            LimitExceeded: The turn's limit was over.
+        `execute` makes the call `what`, whose result is cached by `key`. The call's own limit lies
+        within that of the turn, and begins with its slot, for all tries.
         """
-        packed = _pack_key(key) if self._policy.cache_size else b""
+        packed = b""
+        if self._policy.cache_size:
+            with suppress(Exception):  # the prompt's kwargs may hold any object: not cached then
+                packed = msgspec.json.encode(key, order="deterministic")
         result = self._cache.pop(packed, None) or self.find_refusal()
         if result is None:
             try:
@@ -193,9 +176,7 @@ class ToolGate:
                 del self._cache[next(iter(self._cache))]
         return result
 
-    async def _try(
-        self, execute: Callable[[], Awaitable[ToolResult]], turn: Limit, what: str
-    ) -> ToolResult:
+    async def _try(self, execute: Execute, turn: Limit, what: str) -> ToolResult:
         """Make a call until it fails otherwise than in passing, or there is no time for a retry."""
         policy, limit, tries = self._policy, None, 0
         while True:
@@ -203,16 +184,12 @@ class ToolGate:
             try:
                 async with self._take_slot() if self.has_queue else nullcontext():
                     limit = limit or turn.open(self._call_s, self._source)
-                    return await attempt(execute, limit=limit, what=what)
+                    return await attempt(execute, limit=limit, what=what, tally=self._tally)
             except ToolError as error:
-                assert limit is not None
                 cause, pause_s = error.__cause__, policy.backoff_s * 2 ** (tries - 1)
-                has_time = anyio.current_time() + pause_s < limit.deadline.at
-                if (
-                    tries > policy.retries
-                    or not has_time
-                    or not policy.is_transient(cause or error)
-                ):
+                has_time = limit and anyio.current_time() + pause_s < limit.deadline.at
+                is_last = tries > policy.retries or not policy.is_transient(cause or error)
+                if is_last or not has_time:
                     text = f"{error} (after {tries} attempts)" if tries > 1 else error
                     raise ToolError(text) from cause
             await anyio.sleep(pause_s)
@@ -235,16 +212,11 @@ class ToolGate:
         """Return the breaker's answer where a call may not run now."""
         if not self._failures or anyio.current_time() >= self._refuses_until:
             return None
-        return error_result(
-            f"{self.tool.name!r} is not available: its last {self._failures} calls failed (the "
-            f"last one: {self._last_failure}); not called"
-        )
+        last = f"its last {self._failures} calls failed (the last one: {self._last_failure})"
+        return error_result(f"{self.tool.name!r} is not available: {last}; not called")
 
     def note_failure(self, error: ToolError) -> ToolResult:
-        """Count a call that raised or timed out; return what the model reads then.
-
-        After too many in a row further calls are refused.
-        """
+        """Count a call that raised or timed out; return what the model reads then."""
         self._failures, self._last_failure = self._failures + 1, str(error)
         policy, now = self._policy, anyio.current_time()
         if self._failures >= (policy.breaker_failures or math.inf) and now >= self._refuses_until:
@@ -260,11 +232,3 @@ class ToolGate:
             where = cause and f"Traceback (most recent call last):\n{cause.traceback}"
             tally.first = f"{where}{cause.type}: {cause.message}" if cause else str(error)
         return error_result(str(error))
-
-
-def _pack_key(key: object) -> bytes:
-    """The key of a call in the cache; an empty one where its result is not cached."""
-    try:
-        return msgspec.json.encode(key, order="deterministic")
-    except Exception:  # the prompt's kwargs may hold any object
-        return b""

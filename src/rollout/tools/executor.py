@@ -1,9 +1,8 @@
 """The tools of a runtime, and those of each of its trajectories: calls in, results out.
 
 The way of a call: `TrajectoryTools.run` checks it, opens its tool at the first use and runs it
-beside the other calls of its turn; `_run_call` has it wait for its session, and counts it;
-`ToolGate.answer` waits for a slot, tries as often as the tool's policy says and makes a result of
-its failure; `attempt` runs the foreign code within the call's limit.
+beside others; `_run_call` has it wait for its session, and counts it; `ToolGate.answer` waits for a
+slot, tries as the policy says and makes a result of a failure; `attempt` runs the foreign code.
 """
 
 from __future__ import annotations
@@ -23,32 +22,23 @@ from rollout.bridge import loop_clock
 from rollout.child_processes import ChildProcesses, NotImportedError
 from rollout.containment import Contained, current_containment
 from rollout.errors import LimitExceeded, ToolError
-from rollout.limits import Clock, Deadline, cleanup_scope
+from rollout.limits import Clock, Deadline, Limit, cleanup_scope
 from rollout.observe.tally import Tally
 from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
 from rollout.scopes import unwrap_group
-from rollout.tools.calls import Call, ToolGate, attempt
+from rollout.tools.calls import Call, CallEvents, ToolGate, attempt
 from rollout.tools.function_tools import FunctionTool
 from rollout.tools.langchain import is_langchain_tool, wrap_langchain_tool
-from rollout.tools.results import (
-    ToolResult,
-    error_result,
-    normalise_result,
-    read_reward,
-    truncate_text,
-)
+from rollout.tools.results import ToolResult, normalise_result, read_reward, truncate_text
 from rollout.tools.schemas import as_openai_schema, quote_all
 from rollout.tools.tool import Tool, ToolContext, ToolPolicy, ToolSession
-from rollout.types import NOT_PARSED, UNKNOWN_TOOL, InvalidToolCall, ToolCall
+from rollout.types import NOT_PARSED, UNKNOWN_TOOL, InvalidToolCall, Prompt, ToolCall
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from rollout.limits import Limit
-    from rollout.tools.calls import CallEvents
     from rollout.tools.results import Answers, TruncateSide
-    from rollout.types import Prompt
     from rollout.worker_threads import WorkerThreads
 
 logger = logging.getLogger("rollout")
@@ -70,10 +60,11 @@ class ToolExecutor:
         tally: Counts the calls; None where nobody reads that.
 
     Attributes:
+        names: Of all tools, in the order given.
         opens_first: Whether trajectories open tools before their agent begins.
 
     Raises:
-        ToolError: A function cannot be a tool, a schema is none, or names collide (all are named).
+        ToolError: A function cannot be a tool, a schema is none, or names collide.
     """
 
     def __init__(
@@ -92,51 +83,36 @@ class ToolExecutor:
         found, self._tally = [_make_tool(tool) for tool in tools], tally or Tally()
         _refuse_equal_names(found)
         self._gates = {each.name: ToolGate(each, tool_s, self._tally) for each in found}
-        self._threads, self._tool_s, self._cleanup_s = threads, tool_s, cleanup_s
+        self.names, self._tool_s, self._cleanup_s = tuple(self._gates), tool_s, cleanup_s
         self._max_calls, self._max_length = max_parallel_calls, max_response_length
         self._side, self._warned = truncate_side, set[str]()
         self._processes = ChildProcesses(
             "rollout.tools.function_tools", max_processes=max_processes, cleanup_s=cleanup_s
         )
+        self._make_context = partial(ToolContext, threads=threads, processes=self._processes)
         self.opens_first = any(tool.opens_first for tool in found)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of all tools, in the order given."""
-        return tuple(self._gates)
-
     def names_for(self, prompt: Prompt) -> Sequence[str] | None:
-        """Names of the tools that a prompt is offered.
-
-        Raises:
-            ToolError: It asks wrongly for one.
-        """
+        """Names of the tools that a prompt is offered; a `ToolError` where it asks wrongly."""
         if prompt.tools is not None:
             return prompt.tools
         return [name for name, gate in self._gates.items() if gate.tool.is_offered(prompt)]
 
     async def prepare(self) -> None:
-        """Let each tool make sure that it can answer here.
-
-        Raises:
-            ToolError: The first one that cannot says why.
-        """
-        for gate in self._gates.values():
-            await gate.tool.prepare()
+        """Let each tool make sure that it can answer here; a `ToolError` says why one cannot."""
+        tools = [gate.tool for gate in self._gates.values()]
+        for tool in tools:
+            await tool.prepare()
         # Only now: when a function was decorated its name led to nothing yet.
-        found = [getattr(gate.tool, "function_ref", None) for gate in self._gates.values()]
+        refs = [ref for tool in tools if (ref := getattr(tool, "function_ref", None)) is not None]
         try:
-            if refs := [ref for ref in found if ref is not None]:
+            if refs:
                 await self._processes.prepare(refs, self._tool_s, "limits.tool_s")
         except NotImportedError as error:
             raise ToolError(f"isolation = 'process': {error}") from error
 
     def schemas(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """Schemas of the tools offered, in the order of `names`; None takes all.
-
-        Raises:
-            ToolError: A name is unknown; the known ones are listed.
-        """
+        """Schemas of the tools offered, in the order of `names`; None takes all."""
         return [gate.tool.schema for gate in self._select(names).values()]
 
     def open_session(
@@ -153,28 +129,20 @@ class ToolExecutor:
         """The tools of one trajectory; each is opened at its first call. The caller closes them.
 
         `tools_kwargs` of tools that the trajectory is not offered are ignored; a warning says so,
-        once for each name.
-
-        Raises:
-            ToolError: `names` name an unknown tool, or the kwargs of one are no mapping.
+        once for each name. Those that are no mapping, and unknown names, are a `ToolError`.
         """
         gates, kwargs = self._select(names), tools_kwargs or {}
         for name, value in kwargs.items():
+            if name in gates and not isinstance(value, Mapping):
+                raise ToolError(f"tools_kwargs[{name!r}] = {value!r:.80}; expected a mapping")
             if name not in gates and name not in self._warned:
                 self._warned.add(name)
                 known = f"is no tool here; known: {quote_all(self._gates)}"
                 why = "is not offered to their prompt" if name in self._gates else known
                 logger.warning("tools_kwargs[%r] are ignored: it %s", name, why)
-            elif name in gates and not isinstance(value, Mapping):
-                raise ToolError(f"tools_kwargs[{name!r}] = {value!r:.80}; expected a mapping")
-        context = ToolContext(
-            uid=uid,
-            member=member,
-            threads=self._threads,
-            prompt=prompt,
-            processes=self._processes,
-            extra={} if extra is None else extra,
-            sandbox=sandbox or TrajectorySandbox(),
+        sandbox, extra = sandbox or TrajectorySandbox(), {} if extra is None else extra
+        context = self._make_context(
+            uid=uid, member=member, prompt=prompt, extra=extra, sandbox=sandbox
         )
         return TrajectoryTools(self, gates, context, kwargs)
 
@@ -205,30 +173,29 @@ def _make_tool(tool: Tool | Callable[..., Any]) -> Tool:
 
 
 def _refuse_equal_names(tools: Sequence[Tool]) -> None:
-    homes: dict[str, list[str]] = {}
+    homes = defaultdict[str, list[str]](list)
     for tool in tools:
         home: Any = tool if isinstance(tool, FunctionTool) else type(tool)
-        origin = getattr(tool, "origin", f"{home.__module__}.{home.__qualname__}")
-        homes.setdefault(tool.name, []).append(origin)
-    if collisions := [f"{name!r} ({', '.join(at)})" for name, at in homes.items() if len(at) > 1]:
-        raise ToolError(
-            f"tools with the same name: {', '.join(collisions)}; give all but one of each another "
-            f'name, as in @function_tool("another_name")'
-        )
+        homes[tool.name].append(getattr(tool, "origin", f"{home.__module__}.{home.__qualname__}"))
+    if equal := [f"{name!r} ({', '.join(at)})" for name, at in homes.items() if len(at) > 1]:
+        advice = 'give all but one of each another name, as in @function_tool("another_name")'
+        raise ToolError(f"tools with the same name: {', '.join(equal)}; {advice}")
 
 
 class TrajectoryTools:
     """The tools of one trajectory, used and closed in the trajectory's own task.
 
     Attributes:
+        names, schemas: Of the tools offered to this trajectory.
+        running: Calls that run, or wait for a slot, in the order in which they began.
         seconds: Time in calls, on the loop's clock; calls at the same time add up.
         calls: Calls of the model's that have ended, also those that no tool could answer.
         errors: Those of them whose answer is an error, whatever its cause, or that were cancelled.
-        invalid_in_a_row: Latest calls in a row that could not be run as asked: not parsed, of an
-            unknown tool, or with wrong arguments.
+        invalid_in_a_row: Latest calls in a row that could not be run as asked.
         idle_since: When the last call ended.
         reward: The sum of what tools gave that decide the trajectory's reward; None where none did.
         is_closed: Whether they were closed.
+        counts: Of each tool that was called, ``tool/TOOL/{calls,errors,seconds,seconds_max}``.
         metrics: Sums of the numbers that tools measured, as ``tools/TOOL/NAME``.
     """
 
@@ -240,49 +207,26 @@ class TrajectoryTools:
         kwargs: Mapping[str, Mapping[str, Any]],
     ) -> None:
         self._executor, self._gates, self._context, self._kwargs = executor, gates, context, kwargs
+        self.names, self.schemas = tuple(gates), [gate.tool.schema for gate in gates.values()]
         self._clock = loop_clock()
         self._opened: dict[str, ToolSession] = {}  # in the order in which they were opened
         self._closing = AsyncExitStack()  # of sessions that have something to close
         #: Of what one task at a time may use: these tools, to open one, and what is `serial`.
         self._locks = defaultdict[int, anyio.Lock](partial(anyio.Lock, fast_acquire=True))
-        self._running: dict[Call, None] = {}
-        self._counts: defaultdict[str, float] = defaultdict(float)
-        self.metrics: defaultdict[str, float] = defaultdict(float)
+        self.running: dict[Call, None] = {}
+        self.counts, self.metrics = defaultdict[str, float](float), defaultdict[str, float](float)
         self.seconds, self.idle_since, self.is_closed = 0.0, 0.0, False
         self.calls = self.errors = self.invalid_in_a_row = 0
         self.reward: float | None = None
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the tools offered to this trajectory."""
-        return tuple(self._gates)
-
-    @property
-    def schemas(self) -> list[dict[str, Any]]:
-        """Schemas of the tools offered to this trajectory."""
-        return [gate.tool.schema for gate in self._gates.values()]
-
-    @property
-    def counts(self) -> dict[str, float]:
-        """Of each tool that was called, ``tool/TOOL/{calls,errors,seconds,seconds_max}``."""
-        return dict(self._counts)
-
-    @property
-    def under_way(self) -> Sequence[tuple[str, float]]:
-        """Calls that run, or wait for a slot: name, and since when."""
-        return [(each.tool, each.began) for each in self._running]
-
     def has_open_sessions(self) -> bool:
         """Whether a tool is open that may hold something: plain functions hold nothing."""
-        tools = [self._gates[name].tool for name in self._opened]
-        return not all(isinstance(tool, FunctionTool) for tool in tools)
+        return any(not isinstance(self._gates[name].tool, FunctionTool) for name in self._opened)
 
     def find_stateful(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[str]:
         """Names of the tools among those called whose answers depend on the calls before them."""
         names = dict.fromkeys(call.name for call in calls if isinstance(call, ToolCall))
         return [name for name in names if name in self._opened and self._gates[name].tool.stateful]
-
-    # Calls.
 
     async def run(
         self,
@@ -296,16 +240,11 @@ class TrajectoryTools:
 
         Every fault is an error result: an invalid call, an unknown tool, wrong arguments, an
         exception, a call past ``limits.tool_s`` or beyond ``agent.max_parallel_calls``. Texts are
-        truncated. Cancellation ends the calls and leaves the sessions open, for `close`.
-
-        Args:
-            calls: In the order in which the model wrote them.
-            limit: The turn's, within which all must have been answered.
-            offered: Names of the tools that could be called; None: all.
-            events: Hears of them; None where nobody reads.
+        truncated. Cancellation ends the calls and leaves the sessions open, for `close`. Tools that
+        are not `offered` are unknown; `events` hears of the calls.
 
         Raises:
-            LimitExceeded: `limit` was over; every call was cancelled and has ended.
+            LimitExceeded: `limit`, the turn's, was over; every call was cancelled and has ended.
             ToolError: The trajectory's tools are closed.
         """
         if self.is_closed:
@@ -314,11 +253,8 @@ class TrajectoryTools:
         await self._open_used(turn, limit)
         await self._run_together([each for each in turn if each.result is None], limit)
         bound, side = self._executor._max_length, self._executor._side
-        return [
-            replace(result, text=encodable(truncate_text(result.text, bound, side)))
-            for result in (each.result for each in turn)
-            if result is not None
-        ]
+        results = [each.result or ToolResult() for each in turn]  # each has one
+        return [replace(r, text=encodable(truncate_text(r.text, bound, side))) for r in results]
 
     def recall(
         self,
@@ -344,29 +280,34 @@ class TrajectoryTools:
         most, turn = self._executor._max_calls, list[Call]()
         names = [name for name in self._gates if offered is None or name in offered]
         for position, call in enumerate(calls):
-            tool, fault, is_in_order = NOT_PARSED, "", position < most
+            tool = NOT_PARSED
             if isinstance(call, ToolCall):
                 tool = call.name if call.name in self._gates else UNKNOWN_TOOL
             turn.append(each := Call(position, call, tool, self._clock(), events))
-            if isinstance(call, InvalidToolCall):
-                fault, is_in_order = f"invalid tool call: {call.reason}", True
-            elif not is_in_order:
-                limit = f"at most {most} calls per turn (agent.max_parallel_calls)"
-                fault = f"not executed: {limit}; call it again"
-            elif call.name not in names:
-                fault = f"unknown tool {call.name!r}; known tools: {quote_all(names)}"
-            else:
-                try:
-                    kwargs = self._kwargs.get(tool) or {}
-                    arguments = self._gates[tool].check(call.arguments, kwargs)
-                    each.checked = replace(call, arguments=arguments)
-                except ToolError as error:
-                    fault = str(error)
-            if is_in_order:
-                self.invalid_in_a_row = self.invalid_in_a_row + 1 if fault else 0
-            if fault:
-                self._refuse(each, error_result(fault))
+            is_past = position >= most and isinstance(call, ToolCall)
+            try:
+                if is_past:
+                    limit = f"at most {most} calls per turn (agent.max_parallel_calls)"
+                    raise ToolError(f"not executed: {limit}; call it again")
+                each.checked = self._check_call(call, names)
+                self.invalid_in_a_row = 0
+            except ToolError as error:
+                self.invalid_in_a_row += not is_past
+                self._refuse(each, ToolResult(str(error), is_error=True))
         return turn
+
+    def _check_call(self, call: ToolCall | InvalidToolCall, names: Sequence[str]) -> ToolCall:
+        """The call with the arguments that its tool gets; a `ToolError` where it cannot run."""
+        if isinstance(call, InvalidToolCall):
+            raise ToolError(f"invalid tool call: {call.reason}")
+        if call.name not in names:
+            raise ToolError(f"unknown tool {call.name!r}; known tools: {quote_all(names)}")
+        gate = self._gates[call.name]
+        if isinstance(gate.tool, FunctionTool):  # which the prompt may give some, too
+            arguments = gate.tool.check(call.arguments, self._kwargs.get(call.name) or {})
+        else:
+            arguments = gate.schema_check.check(call.arguments)
+        return replace(call, arguments=arguments)
 
     def _refuse(self, call: Call, result: ToolResult) -> None:
         """Answer a call that does not run."""
@@ -374,13 +315,9 @@ class TrajectoryTools:
         self._count(call, 0.0, is_refused=True)
 
     async def _run_together(self, calls: Sequence[Call], turn: Limit) -> None:
-        """Run calls at the same time, each begun before the next one.
-
-        What one raises ends the others, and leaves as itself.
-        """
+        """Run calls at the same time, each begun before the next; what one raises ends all."""
         if len(calls) == 1:  # a task of its own would cost as much as the call
-            await self._run_call(calls[0], turn)
-            return
+            return await self._run_call(calls[0], turn)
         try:
             async with anyio.create_task_group() as tasks:
                 for call in calls:
@@ -390,80 +327,60 @@ class TrajectoryTools:
             raise unwrap_group(group) from None
 
     async def _run_call(self, call: Call, turn: Limit) -> None:
-        """Run a call, and set its result; those of sessions with one `serial` wait for each other.
-
-        While a call waits the turn's limit counts, in which its own one lies.
-        """
-        session, checked = self._opened[call.tool], call.checked
-        assert checked is not None and isinstance(call.call, ToolCall)  # noqa: PT018
+        """Run a call, and set its result; while it waits for its session the turn's time runs."""
+        session, gate, checked = self._opened[call.tool], self._gates[call.tool], call.checked
+        assert checked is not None
 
         async def execute() -> ToolResult:
             return normalise_result(await session.execute(checked))
 
-        key = call.call.arguments, self._kwargs.get(call.tool)
+        key = getattr(call.call, "arguments", None), self._kwargs.get(call.tool)
         what = f"tool {call.tool!r} of trajectory {self._context.uid}/{self._context.member}"
         serial = session.serial
-        waits = serial is not None or self._gates[call.tool].has_queue
-        with turn.open(None, "") if waits else nullcontext():
+        with turn.open(None, "") if serial is not None or gate.has_queue else nullcontext():
             async with nullcontext() if serial is None else self._locks[id(serial)]:
                 call.began = self._clock()
-                self._running[call] = None
+                self.running[call] = None
                 call.emit_started()
                 try:
-                    call.result = await self._gates[call.tool].answer(execute, key, turn, what)
+                    call.result = await gate.answer(execute, key, turn, what)
                 finally:
-                    self._end_call(call)
+                    self.end_call(call)
 
-    # Figures.
-
-    def _end_call(self, call: Call) -> None:
-        """Count a call that ran, unless it was abandoned before."""
-        if call in self._running:
-            del self._running[call]
+    def end_call(self, call: Call) -> None:
+        """Count a call that ran; also one that was given up and will not end, as cancelled."""
+        if call in self.running:
+            del self.running[call]
             self.idle_since = self._clock()
             self.seconds += (seconds := self.idle_since - call.began)
             self._count(call, seconds)
 
-    def abandon(self) -> None:
-        """Count calls that were given up and will not end, as cancelled ones."""
-        for call in tuple(self._running):
-            self._end_call(call)
-
     def _count(self, call: Call, seconds: float, *, is_refused: bool = False) -> None:
         """Count a call that has its result, or was cancelled, and emit its event: here only."""
-        tally, counts, key = self._executor._tally, self._counts, call.tool
+        tally, counts, key = self._executor._tally, self.counts, f"tool/{call.tool}"
         self.calls += 1
         self.errors += call.is_error
         tally.tool_calls += 1
         tally.tool_errors += call.is_error
-        tally.tool(key).calls += 1
-        counts[f"tool/{key}/calls"] += 1
-        counts[f"tool/{key}/errors"] += call.is_error
-        counts[f"tool/{key}/seconds"] += seconds
-        counts[f"tool/{key}/seconds_max"] = max(counts[f"tool/{key}/seconds_max"], seconds)
+        tally.tool(call.tool).calls += 1
+        counts[f"{key}/calls"] += 1
+        counts[f"{key}/errors"] += call.is_error
+        counts[f"{key}/seconds"] += seconds
+        counts[f"{key}/seconds_max"] = max(counts[f"{key}/seconds_max"], seconds)
         for name, value in () if call.result is None else call.result.metrics.items():
             number = float(value) if isinstance(value, bool) else read_reward(value)
             if number is not None:  # finite
-                self.metrics[f"tools/{key}/{name}"] += number
+                self.metrics[f"tools/{call.tool}/{name}"] += number
         call.emit_ended(seconds, is_refused=is_refused)
 
     def note_refused_media(self, name: str) -> None:
         """Count an answer as an error after all: the model is shown none of its media."""
         self.errors += 1
         self._executor._tally.tool_errors += 1
-        if (key := f"tool/{name}/errors") in self._counts:
-            self._counts[key] += 1
-
-    # Sessions.
+        self.counts[f"tool/{name}/errors"] += 1
 
     async def open_first(self) -> list[str | Sequence[Mapping[str, Any]]]:
-        """Open and begin the tools with `Tool.opens_first`; what they observe, in their order.
-
-        What `ToolSession.begin` raises leaves as itself.
-
-        Raises:
-            ToolError: One could not be opened.
-        """
+        """Open and begin the tools with `Tool.opens_first`; what they observe, in their order."""
         for name, gate in self._gates.items():
             if gate.tool.opens_first:
                 await self._open(name, Clock(), None)  # `limits.trajectory_s` bounds it
@@ -472,49 +389,46 @@ class TrajectoryTools:
 
     async def _open_used(self, turn: Sequence[Call], limit: Limit) -> None:
         """Open the tools that the calls use for the first time; where that fails, answer these."""
-        for name in dict.fromkeys(each.tool for each in turn if each.result is None):
-            gate, refusal = self._gates[name], None
-            if name not in self._opened and (refusal := gate.find_refusal()) is None:
+        used = dict.fromkeys(each.tool for each in turn if each.result is None)
+        for name in [each for each in used if each not in self._opened]:
+            gate = self._gates[name]
+            if (refusal := gate.find_refusal()) is None:
                 try:
                     await self._open(name, limit, self._executor._tool_s)
+                    continue
                 except ToolError as error:
                     refusal = gate.note_failure(error)
             for each in turn:
-                if refusal is not None and each.result is None and each.tool == name:
+                if each.result is None and each.tool == name:
                     self._refuse(each, refusal)
 
     async def _open(self, name: str, outer: Limit, tool_s: float | None) -> None:
         """Open a tool within `tool_s`; a `ToolError` where it raises or takes longer."""
-        tool, context = self._gates[name].tool, self._context
-        if kwargs := self._kwargs.get(name):
-            context = replace(context, kwargs=dict(kwargs))
+        tool, what = self._gates[name].tool, f"open of tool {name!r}"
+        context = replace(self._context, kwargs=dict(self._kwargs.get(name) or {}))
         try:
             if isinstance(tool, FunctionTool):  # which has nothing to wait for
-                self._opened[name] = tool.open_session(context)
+                self._opened[name] = await tool.open(context)
                 return
             with outer.open(None, ""):
                 async with self._locks[id(self)]:
-                    if name not in self._opened:  # another conversation may have opened it
-                        await self._start(tool, context, outer.open(tool_s, "limits.tool_s"))
+                    if name in self._opened:  # another conversation has opened it
+                        return
+                    limit, containment = outer.open(tool_s, "limits.tool_s"), current_containment()
+                    code = None if containment is None else Contained[None](containment, what, what)
+                    open_session = partial(self._open_session, tool, context, limit, code)
+                    tally = self._executor._tally
+                    await attempt(open_session, limit=limit, what=what, code=code, tally=tally)
         except LimitExceeded:
             raise
         except Exception as error:
             cause = error.__cause__ if isinstance(error, ToolError) else error
             raise ToolError(f"could not open {name!r}: {error}") from cause
 
-    async def _start(self, tool: Tool, context: ToolContext, limit: Limit) -> None:
-        what, containment = f"open of tool {tool.name!r}", current_containment()
-        code = None if containment is None else Contained[None](containment, what, what)
-        open_session = partial(self._open_session, tool, context, limit, code)
-        await attempt(open_session, limit=limit, what=what, code=code)
-
     async def _open_session(
         self, tool: Tool, context: ToolContext, limit: Limit, code: Contained[None] | None
     ) -> None:
-        """Open a session, and close it in the same task: it may have a group open.
-
-        Where it has something to close its task pauses, until `_close_session` has it go on.
-        """
+        """Open a session; its task pauses until it closes it too: it may have a group open."""
         session = await tool.open(context)
         if not isinstance(session, ToolSession):
             raise ToolError(f"open returned {type(session).__name__}; expected a ToolSession")
@@ -533,19 +447,16 @@ class TrajectoryTools:
         """Rewards of the tools that were used, in the order of their first use; sets `reward`.
 
         A tool without a reward has no entry, nor has one whose `calc_reward` fails or takes longer
-        than ``limits.tool_s``: that is logged.
-
-        Raises:
-            ToolError: The one that failed decides the trajectory's reward.
+        than ``limits.tool_s``: that is logged, or a `ToolError` where it decides the trajectory's.
         """
         self.reward, rewards = None, list[float]()
         for name, session in list(self._opened.items()):
             if type(session).calc_reward is ToolSession.calc_reward:
                 continue
-            clock = Clock(Deadline.after(self._executor._tool_s, "limits.tool_s"))
-            what = f"calc_reward of tool {name!r}"
+            limit = Clock(Deadline.after(self._executor._tool_s, "limits.tool_s"))
             try:
-                value: Any = await attempt(session.calc_reward, limit=clock, what=what)
+                what = f"calc_reward of tool {name!r}"
+                value: Any = await attempt(session.calc_reward, limit=limit, what=what)
                 if (reward := read_reward(value)) is None and value is not None:
                     raise ToolError(f"it returned {value!r:.80}; expected a finite number")
             except ToolError as error:
@@ -562,9 +473,8 @@ class TrajectoryTools:
     async def close(self) -> None:
         """Close every session once, the last opened first, each within ``limits.cleanup_s``.
 
-        Shielded from cancellation; errors and overruns are logged. Ctrl-C (and on asyncio a bare
-        `Task.cancel`) ends one session's close at once and is raised when all have had theirs.
-        Where a close is given up with its task, another call closes the others.
+        Shielded from cancellation; errors and overruns are logged. Ctrl-C ends one session's close
+        and is raised when all have had theirs. Where a close is given up, call again for the rest.
         """
         self.is_closed = True
         self._opened.clear()

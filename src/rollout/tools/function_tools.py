@@ -1,7 +1,4 @@
-"""Python functions as tools: ``@function_tool``, here or in a process of their own.
-
-pydantic reads the annotations, as those of a TypedDict: it writes the schema and makes the values.
-"""
+"""Python functions as tools; pydantic writes their schemas and reads their arguments."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ import logging
 import re
 import typing
 from contextlib import suppress
+from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, NotRequired, ParamSpec, TypeVar
 
 import docstring_parser
@@ -23,30 +21,12 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import to_jsonable_python
 from typing_extensions import TypedDict
 
-from rollout.child_processes import (
-    ChildDiedError,
-    ChildProcesses,
-    ChildRaisedError,
-    resolve_outcome,
-)
+from rollout.child_processes import ChildDiedError, ChildRaisedError, resolve_outcome
 from rollout.errors import ToolError
 from rollout.function_refs import FunctionRef, NotImportableError, check_top_level, function_ref
 from rollout.tools.results import ToolResult, describe_error, normalise_result
-from rollout.tools.schemas import (
-    SchemaCheck,
-    as_openai_schema,
-    inline_references,
-    quote_all,
-    write_path,
-)
-from rollout.tools.tool import (
-    METHOD_KWARGS,
-    Tool,
-    ToolContext,
-    ToolPolicy,
-    ToolSession,
-    TransientError,
-)
+from rollout.tools.schemas import SchemaCheck, as_openai_schema, inline_references, write_path
+from rollout.tools.tool import Tool, ToolContext, ToolPolicy, ToolSession, TransientError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -59,8 +39,12 @@ R = TypeVar("R")
 Backend = Literal["native", "asyncio"]
 Isolation = Literal["none", "process"]
 
+#: Keys of ``tools_kwargs[name]`` that are for tools with verl's protocol: arguments of its methods.
+METHOD_KWARGS = {"create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs"}
 _JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
-_ANY: Any = ({}, True)
+#: What `Any` within another type is read as, so that ``list[Any]`` is told from ``list``; comments
+#: are left out of schemas.
+_ANYTHING: Any = Annotated[Any, pydantic.Field(json_schema_extra={"$comment": "Any"})]
 _make_dict: Any = TypedDict
 #: As `transformers.utils.get_json_schema` reads them at the end of a parameter's description.
 _CHOICES = re.compile(r"\(choices:\s*(?P<values>\[.*?\])\)\s*\Z", re.IGNORECASE | re.DOTALL)
@@ -74,11 +58,10 @@ class _SchemaWriter(GenerateJsonSchema):
 
     def generate_inner(self, schema: Any) -> dict[str, Any]:
         written = super().generate_inner(schema)
-        says_nothing = [
-            key for key in ("items", "additionalProperties") if written.get(key) in _ANY
-        ]
-        sizes = ("minItems", "maxItems") if "prefixItems" in written else ()
-        for key in (*says_nothing, *sizes):
+        for key in ("items", "additionalProperties"):
+            if written.get(key) in ({}, True):  # `list` and `dict` say nothing of what they hold
+                del written[key]
+        for key in ("minItems", "maxItems") if "prefixItems" in written else ():
             written.pop(key, None)
         return written
 
@@ -90,25 +73,33 @@ class _SchemaWriter(GenerateJsonSchema):
         parts = written.get("anyOf", [])
         if not parts or any(part.keys() != {"type"} for part in parts):
             return written
-        return {"type": _unpack_one(sorted({part["type"] for part in parts}))}
+        types = sorted({part["type"] for part in parts})
+        return {"type": types if len(types) > 1 else types[0]}
 
     def literal_schema(self, schema: Any) -> dict[str, Any]:
         values = [v.value if isinstance(v, enum.Enum) else v for v in schema["expected"]]
         if not all(type(value) in _JSON_TYPES for value in values):
             return super().literal_schema(schema)
-        types = dict.fromkeys(_JSON_TYPES[type(value)] for value in values)
-        return {"type": _unpack_one(list(types)), "enum": values}
+        types = list(dict.fromkeys(_JSON_TYPES[type(value)] for value in values))
+        return {"type": types if len(types) > 1 else types[0], "enum": values}
 
     def enum_schema(self, schema: Any) -> dict[str, Any]:
         return self.literal_schema({"expected": schema["members"]})
 
 
-def _unpack_one(names: list[str]) -> str | list[str]:
-    return names[0] if len(names) == 1 else names
+def _mark_any(hint: Any) -> Any:
+    """The type, with each `Any` within it as `_ANYTHING`."""
+    arguments = typing.get_args(hint)
+    marked = tuple(_ANYTHING if each is Any else _mark_any(each) for each in arguments)
+    if marked == arguments:
+        return hint
+    origin: Any = typing.get_origin(hint)
+    return (typing.Union if origin is UnionType else origin)[marked]
 
 
 def _describe_type(hint: Any, description: str, default: Any) -> Any:
     """A parameter's type with its description and default, for pydantic."""
+    hint = _mark_any(hint)
     if choices := _CHOICES.search(description):
         with suppress(ValueError):  # it only looks like choices
             values = json.loads(choices["values"])
@@ -138,13 +129,9 @@ def _find_fault(raw: inspect.Parameter, *, is_documented: bool) -> str:
 
 
 def parse_docstring(text: str | None) -> tuple[str, dict[str, str]]:
-    """What stands before the sections, and the parameters' descriptions, their lines joined.
-
-    Google, NumPy and reST style are read.
-    """
+    """What stands before the sections, and the parameters' descriptions; in any known style."""
     clean = inspect.cleandoc(text or "")
-    try:
-        # It takes a section in the first line for prose.
+    try:  # with a blank line, since a section in the first line is taken for prose
         parsed = docstring_parser.parse(f"\n{clean}")
     except docstring_parser.ParseError:  # prose that looks like a section and is none
         return clean, {}
@@ -169,9 +156,8 @@ class FunctionTool(Tool, Generic[P, R]):
         backend: "asyncio" for an async function that needs asyncio: under trio it runs on one
             asyncio thread of the runtime, and cancellation and deadlines reach it there.
         isolation: "process" runs each call in a child process, which a deadline or a cancellation
-            kills with its group: for code that holds the interpreter, as only threads of their own
-            interpreter can be stopped. The function must be importable; arguments and results
-            cross as plain data.
+            kills with its group: for code that holds the interpreter. The function must be
+            importable; arguments and results cross as plain data.
         stateful: See `Tool.stateful`; None: where it takes a `ToolContext`.
 
     Raises:
@@ -202,7 +188,7 @@ class FunctionTool(Tool, Generic[P, R]):
         self.name = name or (function.__name__ if schema is None else schema["function"]["name"])
         self.function: Callable[P, R] = function
         self.policy = policy or self.policy
-        self._backend, self._is_isolated = backend, isolation == "process"
+        self.backend, self._is_isolated = backend, isolation == "process"
         #: The parameter that receives the `ToolContext`; and whether there is a ``**kwargs``.
         self.context_name, self._takes_others = "", False
         self.schema = schema or {"type": "function", "function": {"name": self.name}}
@@ -213,19 +199,17 @@ class FunctionTool(Tool, Generic[P, R]):
         self._schema_check = SchemaCheck(self.name, self.schema["function"].get("parameters"))
 
     def _read_parameters(self, *, is_documented: bool) -> Collection[str]:
-        """Read the function's parameters, for the model and for `check`; their names.
+        """Read the function's parameters; with `is_documented` they make the tool's schema.
 
-        With `is_documented` these make the tool's schema, and there must be a docstring and
-        annotations; else, as the schema is given, a parameter without one takes any value.
+        Else the schema is given, and a parameter without an annotation takes any value.
         """
         description, descriptions = parse_docstring(self.function.__doc__)
         try:
             hints = typing.get_type_hints(self.function, include_extras=True)
         except Exception as error:  # names that annotations use may be anything, also missing
-            raise self._make_error(
-                f"its annotations cannot be read ({error}): define or import their names at "
-                "module level, not under TYPE_CHECKING"
-            ) from error
+            advice = "define or import their names at module level, not under TYPE_CHECKING"
+            text = f"its annotations cannot be read ({error}): {advice}"
+            raise self._make_error(text) from error
         faults, fields = list[str](), dict[str, Any]()
         if is_documented and not description:
             faults.append("its docstring must begin with what tells the model what the tool does")
@@ -244,21 +228,16 @@ class FunctionTool(Tool, Generic[P, R]):
             written = inline_references(self._adapter.json_schema(schema_generator=_SchemaWriter))
         except (TypeError, pydantic.PydanticUserError) as error:
             why = str(error).partition("\n")[0].partition(". ")[0]
-            faults.append(
-                f"a parameter has a type without a schema ({why}): use str, int, float, bool, "
-                "list, dict, Literal, an Enum or a dataclass"
-            )
+            known = "str, int, float, bool, list, dict, Literal, an Enum or a dataclass"
+            faults.append(f"a parameter has a type without a schema ({why}): use {known}")
         if faults:
             raise self._make_error("; ".join(faults))
         if is_documented:
             self.schema["function"] |= {"description": description, "parameters": written}
             shown = written["properties"].items()
-            if undescribed := [name for name, schema in shown if "description" not in schema]:
-                logger.warning(
-                    "function tool %r: the model sees no description of %s: write one under "
-                    "`Args:` in the docstring",
-                    *(self.name, quote_all(undescribed)),
-                )
+            if bare := ", ".join(repr(name) for name, each in shown if "description" not in each):
+                advice = f"the model sees no description of {bare}: write one under `Args:`"
+                logger.warning("function tool %r: %s in the docstring", self.name, advice)
         return fields
 
     def _takes(self, name: str) -> bool:
@@ -270,9 +249,9 @@ class FunctionTool(Tool, Generic[P, R]):
         function, shown = self.function, self.schema["function"]
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             return "it yields: return one value instead"
-        if backend not in ("native", "asyncio") or isolation not in ("none", "process"):
-            known = "native or asyncio, and none or process"
-            return f"backend = {backend!r}, isolation = {isolation!r}; expected {known}"
+        if backend not in typing.get_args(Backend) or isolation not in typing.get_args(Isolation):
+            known = "expected native or asyncio, and none or process"
+            return f"backend = {backend!r}, isolation = {isolation!r}; {known}"
         if self._is_isolated:
             try:
                 check_top_level(function)
@@ -296,29 +275,18 @@ class FunctionTool(Tool, Generic[P, R]):
         return f"<FunctionTool {self.name}>"
 
     async def open(self, context: ToolContext) -> ToolSession:
-        """See `open_session`."""
-        return self.open_session(context)
-
-    def open_session(self, context: ToolContext) -> ToolSession:
-        """A session that calls the function with arguments that `check` returned.
-
-        Raises:
-            ToolError: The prompt's kwargs name no parameter.
-        """
+        """See `Tool.open`; a `ToolError` where the prompt's kwargs name no parameter."""
         names = context.kwargs.keys() - METHOD_KWARGS
         if unknown := ", ".join(sorted(n for n in names if not self._takes(n))):
-            known = ", ".join(sorted(self._properties)) or "none"
-            why = f"name no parameter of it: {unknown}; expected some of: {known}"
+            why = f"name no parameter of it: {unknown}; expected some of: "
+            why += ", ".join(sorted(self._properties)) or "none"
             raise ToolError(f"tools_kwargs of {self.name!r} {why}")
         return _FunctionSession(self, context)
 
     def check(self, arguments: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments that the function gets: the prompt's kwargs override the model's.
+        """The arguments that the function gets, in its types unless it runs in a process.
 
-        In the types of the function; as they are where it runs in a process, which reads them.
-
-        Raises:
-            ToolError: It names each missing, unknown and wrong one, and what was expected.
+        The prompt's kwargs override the model's. A `ToolError` names what is wrong with each.
         """
         fixed = {name: value for name, value in kwargs.items() if self._takes(name)}
         merged = self._schema_check.check(arguments, fixed) | fixed
@@ -326,29 +294,20 @@ class FunctionTool(Tool, Generic[P, R]):
         return merged if self._is_isolated else typed
 
     def _read_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments that fit the schema as the function's types (an Enum member, a dataclass, …).
-
-        Raises:
-            ToolError: One has no value of its type.
-        """
+        """Arguments that fit the schema as the function's types: an Enum member, a dataclass, …"""
         others = {name: arguments[name] for name in arguments.keys() - self._properties}
         try:
             return others | self._adapter.validate_python(arguments)
-        except pydantic.ValidationError as error:
-            faults = error.errors(include_url=False, include_context=False)
-            texts = [f"{write_path(each['loc'])}: {each['msg']}" for each in faults]
-            raise ToolError(f"invalid arguments for {self.name!r}: {'; '.join(texts)}") from None
         except Exception as error:  # the arguments' own types may raise anything
-            text = f"invalid arguments for {self.name!r}: {describe_error(error)}"
-            raise ToolError(text) from error
+            text = describe_error(error)
+            if isinstance(error, pydantic.ValidationError):
+                faults = error.errors(include_url=False, include_context=False)
+                text = "; ".join(f"{write_path(each['loc'])}: {each['msg']}" for each in faults)
+            raise ToolError(f"invalid arguments for {self.name!r}: {text}") from error
 
     @functools.cached_property
     def function_ref(self) -> FunctionRef | None:
-        """Where its process finds the function; None: it runs in none.
-
-        Raises:
-            ToolError: The function's name leads to something else.
-        """
+        """Where its process finds the function; None: it runs in none."""
         if not self._is_isolated:
             return None
         try:
@@ -357,41 +316,6 @@ class FunctionTool(Tool, Generic[P, R]):
             )
         except NotImportableError as error:
             raise self._make_error(f"isolation = 'process' {error}") from None
-
-    async def run(self, arguments: Mapping[str, Any], context: ToolContext) -> Any:
-        """Call the function with checked arguments, where it runs.
-
-        Cancellation abandons a thread, and kills a process with its group.
-
-        Raises:
-            ToolError: It runs in a process, where it raised, or which died.
-            TransientError: It raised there what its policy calls transient.
-        """
-        if self._is_isolated:
-            return await self._run_isolated(arguments, context.processes)
-        if self.context_name:
-            arguments = {**arguments, self.context_name: context}
-        call = functools.partial(self.function, **arguments)
-        return await context.threads.call(self.name, call, backend=self._backend)
-
-    async def _run_isolated(
-        self, arguments: Mapping[str, Any], processes: ChildProcesses | None
-    ) -> ToolResult:
-        if processes is None or self.function_ref is None:
-            raise ToolError(f"{self.name}: this ToolContext has no processes to run in")
-        try:
-            body = msgspec.msgpack.encode((self.name, arguments))
-        except (TypeError, ValueError, OverflowError) as error:  # tools_kwargs hold any object
-            raise ToolError(f"{self.name}: its arguments are not plain data: {error}") from error
-        try:
-            async with processes.worker() as child:
-                reply = await child.ask(self.function_ref, body)
-                return msgspec.msgpack.decode(reply, type=ToolResult)
-        except ChildDiedError as error:
-            raise ToolError(f"the process of {self.name!r} {error}") from None
-        except ChildRaisedError as error:
-            is_transient = error.cause.type == TransientError.__qualname__
-            raise (TransientError if is_transient else ToolError)(error.cause.message) from None
 
     def _make_error(self, text: str) -> ToolError:
         return ToolError(f"function tool {self.name!r}: {text}")
@@ -404,7 +328,32 @@ class _FunctionSession(ToolSession):
         self._tool, self._context = tool, context
 
     async def execute(self, call: ToolCall) -> Any:
-        return await self._tool.run(call.arguments, self._context)
+        """Call the function, where it runs, with arguments that `check` returned."""
+        tool, context, arguments = self._tool, self._context, call.arguments
+        if tool.function_ref is not None:
+            return await self._run_isolated(tool.function_ref, arguments)
+        if tool.context_name:
+            arguments = {**arguments, tool.context_name: context}
+        function = functools.partial(tool.function, **arguments)
+        return await context.threads.call(tool.name, function, backend=tool.backend)
+
+    async def _run_isolated(self, ref: FunctionRef, arguments: Mapping[str, Any]) -> ToolResult:
+        name, processes = self._tool.name, self._context.processes
+        if processes is None:
+            raise ToolError(f"{name}: this ToolContext has no processes to run in")
+        try:
+            body = msgspec.msgpack.encode((name, arguments))
+        except (TypeError, ValueError, OverflowError) as error:  # tools_kwargs hold any object
+            raise ToolError(f"{name}: its arguments are not plain data: {error}") from error
+        try:
+            async with processes.worker() as child:
+                reply = await child.ask(ref, body)
+                return msgspec.msgpack.decode(reply, type=ToolResult)
+        except ChildDiedError as error:
+            raise ToolError(f"the process of {name!r} {error}") from None
+        except ChildRaisedError as error:
+            is_transient = error.cause.type == TransientError.__qualname__
+            raise (TransientError if is_transient else ToolError)(error.cause.message) from None
 
 
 @typing.overload
@@ -422,13 +371,9 @@ def function_tool(function: Any = None, /, *, name: str | None = None, **options
 
     The schema is that of `transformers.utils.get_json_schema`, without the result's: types from
     the annotations, which may also be dataclasses and pydantic models, with constraints in
-    `typing.Annotated`; descriptions from the docstring and its ``Args:`` section; defaults from
-    the signature. A parameter annotated `ToolContext` receives the trajectory's context and is
-    hidden from the model. Arguments are checked against the annotations before the function runs.
-    The other options are those of `FunctionTool`.
-
-    Raises:
-        ToolError: It lists everything that must be written for a model to use the function.
+    `typing.Annotated`; descriptions from the docstring; defaults from the signature. A parameter
+    annotated `ToolContext` receives the trajectory's context and is hidden from the model. The
+    other options are those of `FunctionTool`, and so is the `ToolError`.
     """
     if isinstance(function, str):
         function, name = None, function
@@ -436,24 +381,12 @@ def function_tool(function: Any = None, /, *, name: str | None = None, **options
     return make if function is None else make(function)
 
 
-# In a child process.
-
-
 def answer(found: Any, body: bytes) -> bytes:
-    """A call's `ToolResult`, encoded.
-
-    Args:
-        found: The function, or the `FunctionTool` that it is in.
-        body: The tool's name, and the arguments.
-
-    Raises:
-        ToolError: The function raised; a `TransientError` where its policy says so.
-    """
+    """In a child process: a call's `ToolResult`, encoded; `found` is the function, or its tool."""
     name, arguments = msgspec.msgpack.decode(body)
     tool = found if isinstance(found, FunctionTool) else _make_tool(found, name)
     try:
-        value = resolve_outcome(tool.function(**tool._read_arguments(arguments)))
-        result = normalise_result(value)
+        result = normalise_result(resolve_outcome(tool.function(**tool._read_arguments(arguments))))
     except BaseException as error:
         is_transient = tool.policy.is_transient(error)
         raise (TransientError if is_transient else ToolError)(describe_error(error)) from None

@@ -19,14 +19,7 @@ if TYPE_CHECKING:
 
 
 def langchain_tools(tools: Iterable[Any]) -> list[Tool]:
-    """Each of LangChain's tools as one of ours: async ones run on asyncio, sync ones in threads.
-
-    Args:
-        tools: Each a `langchain_core.tools.BaseTool`, such as what its decorator ``@tool`` makes.
-
-    Raises:
-        ToolError: One is none, langchain-core is not installed, or a schema contains itself.
-    """
+    """Each `langchain_core.tools.BaseTool` as one of ours; a `ToolError` where one cannot be."""
     return [wrap_langchain_tool(tool) for tool in tools]
 
 

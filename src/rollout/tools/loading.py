@@ -24,11 +24,8 @@ _import_reader = lazy_exports(
 def load_tools(path: str | Path) -> list[Tool | ToolProvider]:
     """The tools at the top level of a Python file, which is run: decorated functions and objects.
 
-    Functions decorated with verl's own ``function_tool`` count too. The file's directory becomes
-    importable. A file may be loaded again, and is run again then.
-
-    Raises:
-        ToolError: There is no such file, it raises, or it has no tools.
+    Also functions decorated with verl's own ``function_tool``. The file's directory becomes
+    importable. A `ToolError` where there is no such file, it raises, or it has no tools.
     """
     file = Path(path).resolve()
     if not file.is_file():
@@ -42,17 +39,11 @@ def load_tools(path: str | Path) -> list[Tool | ToolProvider]:
 
 
 def find_tools(module: ModuleType) -> list[Tool | ToolProvider]:
-    """The tools at the top level of a module.
-
-    Raises:
-        ToolError: It has none.
-    """
+    """The tools at the top level of a module; a `ToolError` where it has none."""
     values = vars(module).values()
     tools = {id(value): value for value in values if isinstance(value, Tool | ToolProvider)}
     functions = _import_reader("find_functions")(module) if "verl" in sys.modules else ()
     if found := [*tools.values(), *functions]:
         return found
-    raise ToolError(
-        "no tools; expected functions decorated with @rollout.function_tool, or Tool objects, at "
-        "the top level of the file"
-    )
+    expected = "functions decorated with @rollout.function_tool, or Tool objects"
+    raise ToolError(f"no tools; expected {expected}, at the top level of the file")

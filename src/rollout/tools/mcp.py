@@ -1,7 +1,7 @@
 """Tools of any MCP server, offered as ours.
 
-A server is shared by all trajectories over a few connections, or each trajectory has one of its
-own. A trajectory stays on one connection, because servers keep state.
+All trajectories share a server over a few connections, or each has one of its own. A trajectory
+stays on one connection, because servers keep state.
 """
 
 from __future__ import annotations
@@ -61,19 +61,17 @@ async def connect_mcp(
         tools: Names of those wanted, as the server calls them; None takes all.
         prefix: Put before each name, where servers have tools of equal names.
         connections: For a command, processes; trajectories are spread over them.
-        per_trajectory: Each trajectory has a connection (for a command, a process) of its own,
-            from its first call of one of the tools to its end.
+        per_trajectory: Each trajectory has a connection, and process, of its own, from its first
+            call of one of the tools to its end.
         env, cwd: Of the command: variables added to a small safe set, and its directory.
         headers: Sent with each HTTP request.
         start_timeout_s: From starting a connection to its list of tools.
-        ping_s: The server is pinged so often; where it does not answer within as long, it is
-            frozen, and started again. To be longer than the longest call of a server that does
-            nothing else meanwhile; None never pings.
+        ping_s: Seconds between pings, and for their answer, without which the server is started
+            again: more than the longest call of a server that is silent meanwhile. None: no pings.
         max_answer_bytes: Longest answer that is kept; an error takes the place of a longer one.
 
-    Raises:
-        ToolError: The extra is missing, an argument is wrong, the server does not answer in time,
-            or lacks a tool.
+    A `ToolError` where the extra is missing, an argument is wrong, the server does not answer in
+    time, or lacks a tool.
     """
     alone = Annotated[int, Rule("1 with per_trajectory = True", lambda count: count == 1)]
     check_options(
@@ -87,13 +85,11 @@ async def connect_mcp(
     names = "rollout.tools.mcp_connection", "mcp", "connect_mcp", ToolError
     sdk: Any = await anyio.to_thread.run_sync(import_extra, *names)  # it takes seconds
 
-    def open_transport(errors: Any, on_end: Callable[[], None]) -> Any:
-        if isinstance(server, str):
-            return sdk.open_http(server, headers, max_answer_bytes)
-        return sdk.open_stdio(server, errors, on_end, env=env, cwd=cwd, max_bytes=max_answer_bytes)
+    open_stdio = partial(sdk.open_stdio, server, max_answer_bytes, env=env, cwd=cwd)
+    open_http = partial(sdk.open_http, server, max_answer_bytes, headers=headers)
+    options = label, open_http if isinstance(server, str) else open_stdio, start_timeout_s, ping_s
 
     def connect() -> Any:
-        options = label, open_transport, start_timeout_s, ping_s
         return sdk.keep_up([sdk.Connection(*options) for _ in range(connections)])
 
     async with open_task_group() as tasks, AsyncExitStack() as stack:
@@ -111,30 +107,25 @@ async def connect_mcp(
 
 
 class _McpTool(Tool):
-    """A tool of an MCP server.
-
-    Its trajectories are spread over the connections of `ring`; where that has none, each has one of
-    its own.
-    """
+    """A tool of a server's; trajectories share the connections of `ring`, or have their own."""
 
     def __init__(
         self, theirs: Any, prefix: str, ring: Iterator[Connection], connect: Callable[[], Any]
     ) -> None:
         self._ring, self._connect = ring, connect
         self.name, self.their_name = prefix + theirs.name, theirs.name
-        description = theirs.description or theirs.title or theirs.name
-        function = {"name": self.name, "description": description}
-        function["parameters"] = theirs.input_schema
+        text = theirs.description or theirs.title or theirs.name
+        function = {"name": self.name, "description": text, "parameters": theirs.input_schema}
         self.schema = {"type": "function", "function": function}
 
     async def open(self, context: ToolContext) -> ToolSession:
         """A session on the trajectory's connection, which the first of its tools acquires."""
         key = f"{__name__}.{id(self._connect)}"
-        if (connection := context.state.get(key) or next(self._ring, None)) is not None:
-            context.state[key] = connection
-            return _McpSession(connection, self.their_name)
-        context.state[key], *held = await self._connect()
-        return _OwningSession(context.state[key], self.their_name, *held)
+        if (connection := context.state.get(key) or next(self._ring, None)) is None:
+            context.state[key], *held = await self._connect()
+            return _OwningSession(context.state[key], self.their_name, *held)
+        context.state[key] = connection
+        return _McpSession(connection, self.their_name)
 
 
 async def _hold(connect: Callable[[], Any], *, task_status: Any) -> None:

@@ -1,8 +1,7 @@
 """A connection to an MCP server that is kept up, and its transports. Imports the SDK, `mcp`.
 
-No message is kept that is too long. Over HTTP the transport is the SDK's, with bodies bounded. The
-SDK's reader of a command's output has no bound, and takes time that grows with the square of a
-line's length; so that one is ours.
+An answer that is too long is refused unread. Over HTTP the transport is the SDK's. Its reader of a
+command's output takes time that grows with the square of a line's length; so that one is ours.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import anyio
 import httpx2
 import mcp_types
+from anyio.streams.buffered import BufferedByteReceiveStream
 from mcp import Client, MCPError
 from mcp.client.stdio import get_default_environment
 from mcp.client.streamable_http import streamable_http_client
@@ -28,7 +28,7 @@ from rollout.errors import ToolError
 from rollout.scopes import find_exception, open_task_group
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from anyio.abc import ByteSendStream, Process
 
@@ -38,16 +38,14 @@ logger = logging.getLogger("rollout.tools")
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 #: From closing a server's standard input to asking it to end, and from there to killing it.
 LEAVE_S, END_S = 2.0, 1.0
-#: Seconds for a connection, and for sending a request, over HTTP.
-CONNECT_S = 30.0
-#: Lines of a command's standard error that the error quotes where it does not start.
-QUOTED_LINES = 10
 #: Stands in the error of each answer that is too long, also in the SDK's own of an event.
 _TOO_LONG = "byte limit"
+#: Bytes of a command's longest line: one that writes a longer one has ended.
+MAX_LINE = 64 * 2**20
 #: How the SDK words that the connection is gone, and that it got a 404.
 _CLOSED, _UNKNOWN_SESSION = ("Connection closed", "SSE stream"), "Session terminated"
 #: What reading and writing raise once the other side is gone, or ours is closed.
-_GONE = (OSError, anyio.EndOfStream, anyio.ClosedResourceError, anyio.BrokenResourceError)
+_GONE = OSError, anyio.ClosedResourceError, anyio.BrokenResourceError, anyio.IncompleteRead
 #: The id of a message, within `_ENDS` bytes of one of its ends: servers write it first or last.
 _ENDS = 4096
 _ID = re.compile(
@@ -65,11 +63,7 @@ def _is_over(error: MCPError) -> bool:
 
 @asynccontextmanager
 async def keep_up(connections: Sequence[Connection]) -> AsyncIterator[Sequence[Connection]]:
-    """Connect them, and connect them again whenever their server is lost, until the block ends.
-
-    Raises:
-        ToolError: A first connection failed; later failures are logged, and tried again.
-    """
+    """Keep up connections, also where their server is lost, until the block ends; see `keep`."""
     async with open_task_group() as tasks:
         for connection in connections:
             tasks.start_soon(connection.keep)
@@ -104,21 +98,21 @@ class Connection:
         self.tried, self._ended = anyio.Event(), anyio.Event()
 
     async def keep(self) -> None:
-        """Connect, and connect again when the server is lost, until cancelled.
+        """Connect, and again when the server is lost, until cancelled.
 
-        Raises:
-            ToolError: The first connection failed.
+        A `ToolError` where the first connection fails; later failures are logged.
         """
-        if not await self._serve():
-            raise ToolError(f"MCP server {self._label!r}: {self._fault}")
-        backoff_s = BACKOFF_S
+        backoff_s = 0.0
         while True:
+            if await self._serve():
+                backoff_s = BACKOFF_S
+            elif not backoff_s:
+                raise ToolError(f"MCP server {self._label!r}: {self._fault}")
+            else:
+                self.tried.set()
+                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
             logger.warning("MCP server %r: %s; connecting again", self._label, self._fault)
             await anyio.sleep(backoff_s)
-            was_there = await self._serve()
-            backoff_s = BACKOFF_S if was_there else min(2 * backoff_s, MAX_BACKOFF_S)
-            if not was_there:
-                self.tried.set()
 
     async def _serve(self) -> bool:
         """Connect, and stay until the server is lost; False where it could not be reached."""
@@ -129,7 +123,11 @@ class Connection:
                 # alone could not be left before those that the client opens within it.
                 with anyio.move_on_after(self._start_timeout_s) as scope:
                     async with Client(self._open_transport(errors, self._ended.set)) as starting:
-                        self.tools = await _list_tools(starting)
+                        page = await starting.list_tools()
+                        self.tools = list(page.tools)
+                        while page.next_cursor:
+                            page = await starting.list_tools(cursor=page.next_cursor)
+                            self.tools += page.tools
                         client = self._client = starting
                         self._fault, scope.deadline = "ended", math.inf
                         self.tried.set()
@@ -143,8 +141,8 @@ class Connection:
                 self._lose(client)
             if client is None:
                 errors.seek(0)
-                lines = map(str.rstrip, errors.read().splitlines()[-QUOTED_LINES:])
-                self._fault = "\n    ".join([fault, *lines])
+                lines = errors.read().splitlines()[-10:]
+                self._fault = "\n    ".join([fault, *map(str.rstrip, lines)])
         return client is not None
 
     async def _wait_for_end(self, client: Client) -> None:
@@ -170,19 +168,11 @@ class Connection:
             self._ended.set()
 
     async def call(self, name: str, arguments: dict[str, Any]) -> mcp_types.CallToolResult:
-        """Call a tool of the server's; waits for a connection that is being made again.
-
-        Raises:
-            ToolError: The server refused the call, or cannot be reached again; or it ended or
-                froze with the call under way.
-        """
-        if self._client is None:
-            await self.tried.wait()
+        """Call a tool of the server's; waits for a connection that is being made again."""
+        await self.tried.wait()
         if (client := self._client) is None:
-            raise ToolError(
-                f"the MCP server is not there ({self._fault}), and is being started again; "
-                "not called"
-            )
+            fault = f"is not there ({self._fault}), and is being started again"
+            raise ToolError(f"the MCP server {fault}; not called")
         try:
             return await client.call_tool(name, arguments)
         except MCPError as error:
@@ -190,21 +180,9 @@ class Connection:
                 raise ToolError(error.message) from None
         except (anyio.ClosedResourceError, anyio.BrokenResourceError):
             pass
-        fault = self._fault
+        fault = f"{self._fault} during this call, and is being started again"
         self._lose(client)
-        raise ToolError(
-            f"the MCP server {fault} during this call, and is being started again; "
-            "whether the call took effect is unknown"
-        )
-
-
-async def _list_tools(client: Client) -> list[mcp_types.Tool]:
-    page = await client.list_tools()
-    tools = list(page.tools)
-    while page.next_cursor:
-        page = await client.list_tools(cursor=page.next_cursor)
-        tools += page.tools
-    return tools
+        raise ToolError(f"the MCP server {fault}; whether the call took effect is unknown")
 
 
 def _make_refusal(request_id: Any, max_bytes: int) -> bytes:
@@ -214,49 +192,27 @@ def _make_refusal(request_id: Any, max_bytes: int) -> bytes:
     return json.dumps({"jsonrpc": "2.0", "id": request_id, "error": error}).encode()
 
 
-class LineBuffer:
-    """Cuts a server's output into lines; of one that is too long it keeps the ends.
-
-    An error takes the place of a long answer; a long line that answers no request is left out.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes, self._line, self._size = max_bytes, bytearray(), 0
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the lines that end within `data`, but for blank ones."""
-        for number, piece in enumerate(data.split(b"\n")):
-            if number and (line := self._end_line()).strip():
-                yield line
-            self._line += piece
-            self._size += len(piece)
-            if self._size > self._max_bytes:
-                del self._line[_ENDS:-_ENDS]
-
-    def _end_line(self) -> bytes:
-        line, size = bytes(self._line), self._size
-        self._line, self._size = bytearray(), 0
-        if size <= self._max_bytes:
-            return line
-        if (found := _ID.search(line)) is None:
-            return b""
-        return _make_refusal(json.loads(found[1] or found[2]), self._max_bytes)
+def bound_line(line: bytes, max_bytes: int) -> bytes:
+    """A line of a command's; in the place of a longer answer, or of any other message, an error."""
+    if len(line) <= max_bytes:
+        return line
+    found = _ID.search(line[:_ENDS] + line[-_ENDS:])
+    return b"" if found is None else _make_refusal(json.loads(found[1] or found[2]), max_bytes)
 
 
 @asynccontextmanager
 async def open_stdio(
     command: Sequence[str],
+    max_bytes: int,
     errors: Any,
     on_end: Callable[[], None],
     *,
     env: Mapping[str, str] | None,
     cwd: str | None,
-    max_bytes: int,
 ) -> AsyncIterator[tuple[Any, Any]]:
-    """The streams to and from a server that runs in a process of its own.
+    """The streams to and from a server in a process of its own; the block's end is its end.
 
-    Its standard error goes to the file `errors`; `on_end` is called once its output has ended. When
-    the block ends the server is asked to end, and then killed with what it has started.
+    Its standard error goes to the file `errors`; `on_end` is called once its output has ended.
     """
     env = {**get_default_environment(), **(env or {})}
     process = await anyio.open_process(
@@ -268,16 +224,17 @@ async def open_stdio(
     to_send, from_client = anyio.create_memory_object_stream[Any](0)
 
     async def read() -> None:
-        lines = LineBuffer(max_bytes)
-        with to_client, suppress(*_GONE):
-            async for data in stdout:
-                for line in lines.feed(data):
-                    try:
-                        found = mcp_types.jsonrpc_message_adapter.validate_json(line, by_name=False)
-                    except ValueError as error:
+        buffered = BufferedByteReceiveStream(stdout)
+        with to_client, suppress(*_GONE, anyio.DelimiterNotFound):
+            while True:
+                line = bound_line(await buffered.receive_until(b"\n", MAX_LINE), max_bytes)
+                try:
+                    found = mcp_types.jsonrpc_message_adapter.validate_json(line, by_name=False)
+                except ValueError as error:
+                    if line.strip():
                         await to_client.send(error)
-                    else:
-                        await to_client.send(SessionMessage(found))
+                else:
+                    await to_client.send(SessionMessage(found))
         on_end()
 
     async def write() -> None:
@@ -309,7 +266,7 @@ async def _end(process: Process, stdin: ByteSendStream) -> None:
 
 @asynccontextmanager
 async def open_http(
-    url: str, headers: Mapping[str, str] | None, max_bytes: int
+    url: str, max_bytes: int, *_: Any, headers: Mapping[str, str] | None
 ) -> AsyncIterator[tuple[Any, Any]]:
     """The streams to and from a server over HTTP; a call's own deadline bounds its answer."""
 
@@ -330,7 +287,7 @@ async def open_http(
     async with (
         httpx2.AsyncClient(
             headers={"Accept-Encoding": "identity", **(headers or {})},
-            timeout=httpx2.Timeout(CONNECT_S, read=None),
+            timeout=httpx2.Timeout(30.0, read=None),  # to connect, and to send a request
             event_hooks={"response": [bound]},
         ) as client,
         streamable_http_client(url, http_client=client, max_sse_event_size=max_bytes) as streams,

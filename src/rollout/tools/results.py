@@ -107,12 +107,11 @@ def describe_error(error: BaseException) -> str:
 def normalise_result(value: Any) -> ToolResult:
     """The `ToolResult` that a returned value stands for; an error result where it stands for none.
 
-    Text stays, bytes are read as UTF-8, numbers and bools become their `str`, None becomes
-    "(no output)"; dicts, lists, tuples, arrays and records (dataclasses, attrs, Structs, pydantic
-    models) become JSON and are kept as `data`. A PIL image, `Media` and the bytes of an image's
-    file are what the model sees, and so are those among the parts of a list such as
-    ``[{"type": "text", …}, {"type": "image", …}]``. A plain tuple of a `ToolResult` or a text and a
-    float is a result with its reward.
+    Text stays, bytes are read as UTF-8, numbers become their `str`, None "(no output)"; dicts,
+    lists, tuples, arrays and records become JSON and are kept as `data`. A PIL image, `Media` and
+    the bytes of an image's file are what the model sees, and so are those among the parts of a list
+    such as ``[{"type": "text", …}, {"type": "image", …}]``. A plain tuple of a `ToolResult` or a
+    text and a float is a result with its reward.
 
     Raises:
         MediaError: It holds an image, a video or audio within other values, or bytes.
@@ -183,11 +182,7 @@ def _is_part(value: Any) -> bool:
 
 
 def read_parts(where: str, parts: Iterable[Any], separator: str = "\n") -> ToolResult:
-    """The result in parts of a content: texts, with what separates them, and media.
-
-    Raises:
-        MediaError: A part is audio, or nothing known.
-    """
+    """The result in parts of a content: texts and media; a `MediaError` of anything else."""
     texts, media = list[str](), dict[str, list[Any]](image=[], video=[])
     for at, part in enumerate(parts):
         if (found := media_part(f"part {at} of {where}", part)) is not None:
@@ -235,8 +230,7 @@ def truncate_text(
             the methods ``encode(text, add_special_tokens=...)`` and ``decode(ids)``.
         convention: "seed" swaps "left" and "right", as verl names them: after the side kept.
 
-    Raises:
-        ValueError: An argument is none of the above.
+    A `ValueError` where an argument is none of the above.
     """
     for name, value, choices in (
         ("side", side, ("left", "right", "middle")),

@@ -6,8 +6,8 @@ They need nothing of a sandbox but ``exec``, ``read_file`` and ``write_file``.
 from __future__ import annotations
 
 import io
-from abc import abstractmethod
 from contextlib import suppress
+from copy import copy
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import anyio
@@ -20,7 +20,7 @@ from rollout.tools.tool import Tool, ToolContext, ToolSession, check_options
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Coroutine
 
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.types import ToolCall
@@ -62,19 +62,12 @@ if [ -f "$__rollout/state" ]; then
   unset $(env | sed -n 's/^\([A-Za-z_][A-Za-z0-9_]*\)=.*/\1/p' | grep -vx ROLLOUT_EXEC) 2>/dev/null
   . "$__rollout/state"
 fi
-__rollout_saved= __rollout_code=
-__rollout_end='{ __rollout_code=${__rollout_code:-$?}; set +x; } 2>/dev/null; unset ROLLOUT_EXEC
-if [ -z "$__rollout_saved" ]; then
-  __rollout_saved=1
-  pwd >"$__rollout/cwd"
-  { export -p; [ -z "${BASH_VERSION-}" ] || declare -f; } >"$__rollout/new" &&
-  mv -f "$__rollout/new" "$__rollout/state"
-fi
-exit $__rollout_code'
-trap "$__rollout_end" EXIT
+trap '{ __rollout_code=$?; set +x; } 2>/dev/null; unset ROLLOUT_EXEC
+pwd >"$__rollout/cwd"
+{ export -p; [ -z "${BASH_VERSION-}" ] || declare -f; } >"$__rollout/new" &&
+mv -f "$__rollout/new" "$__rollout/state"
+exit $__rollout_code' EXIT
 eval "$(cat "$__rollout/command")"
-{ __rollout_code=$?; set +x; } 2>/dev/null
-eval "$__rollout_end" # here, where the command has set a trap of its own
 """
 _PICTURES = (
     r"find . -type f \( -name '*.png' -o -name '*.jpg' -o -name '*.jpeg' -o -name '*.webp' \) "
@@ -82,33 +75,33 @@ _PICTURES = (
 )
 # From within: what the path itself is called, and that it is a link, does not count.
 _LIST = (
-    "cd -- \"$1\" && find . -maxdepth 2 ! -path '*/.*' ! -path '*/node_modules/*' -type d -exec "
-    "printf '%s/\\n' {} + ; find . -maxdepth 2 ! -path '*/.*' ! -path '*/node_modules/*' "
-    "! -type d -exec printf '%s\\n' {} +"
+    "cd -- \"$1\" && find . -maxdepth 2 ! -path '*/.*' ! -path '*/node_modules/*' "
+    "\\( -type d -exec printf '%s/\\n' {} + -o -exec printf '%s\\n' {} + \\)"
 )
 
 
-class SandboxTool(Tool):
-    """A tool in the trajectory's sandbox.
+class SandboxTool(Tool, ToolSession):
+    """A tool in the trajectory's sandbox; the session of a trajectory is a copy that has it.
+
+    Calls of all tools of one sandbox run one after another.
 
     Args:
-        name: What the model calls it; None takes ours, and so for `description`.
-        description: What the model reads about it.
+        name, description: What the model calls it, and reads about it; None takes ours.
         timeout_s: Seconds of one call, after which all that it has started is killed and the model
             reads what it printed until then; None: only ``limits.tool_s`` bounds it, after which
             the model reads nothing of it.
-        max_pictures: Pictures (PNG, JPEG, WEBP) that a call writes to the sandbox's directory, such
-            as plots, of which the model is shown so many. More than 0 needs a model that reads
-            images.
-
-    Raises:
-        ToolError: `max_pictures` is none.
+        max_pictures: So many of the pictures (PNG, JPEG, WEBP) that a call writes to the sandbox's
+            directory are shown to the model, which must read images.
     """
 
     needs_sandbox = True
     description: str
-    parameters: ClassVar[dict[str, Any]]
-    required: ClassVar[Sequence[str]]
+    parameters: ClassVar[dict[str, Any]]  # of which the first two are required
+    sandbox: TrajectorySandbox
+    #: Answers one call, without pictures.
+    _answer: Callable[..., Coroutine[Any, Any, ToolResult]]
+    #: Where the tool keeps its own, in the sandbox; None until it is made.
+    directory: str | None = None
 
     def __init__(
         self,
@@ -124,45 +117,24 @@ class SandboxTool(Tool):
         if max_pictures:
             text += " Pictures that it saves as .png or .jpg in its directory are shown."
         parameters: dict[str, Any] = {"type": "object", "properties": self.parameters}
-        parameters |= {"required": self.required, "additionalProperties": False}
+        parameters |= {"required": [*self.parameters][:2], "additionalProperties": False}
         function = {"name": self.name, "description": text, "parameters": parameters}
         self.schema = {"type": "function", "function": function}
 
     async def open(self, context: ToolContext) -> ToolSession:
         """See `Tool.open`; nothing is started yet."""
-        return SandboxSession(self, context.sandbox)
-
-    @abstractmethod
-    async def _answer(self, session: SandboxSession, arguments: dict[str, Any]) -> ToolResult:
-        """Answer one call, without pictures; texts among the arguments are UTF-8."""
-
-
-class SandboxSession(ToolSession):
-    """A trajectory's use of one tool; calls of all tools of one sandbox run one after another.
-
-    Attributes:
-        directory: Where the tool keeps its own, in the sandbox; None until it is made.
-        is_lost: Whether an interpreter has ended since the model last read so.
-    """
-
-    def __init__(self, tool: SandboxTool, sandbox: TrajectorySandbox) -> None:
-        self.serial = self.sandbox = sandbox
-        self.directory: str | None = None
-        self.is_lost = False
-        self._tool = tool
+        session = copy(self)
+        session.serial = session.sandbox = context.sandbox
+        return session
 
     async def execute(self, call: ToolCall) -> Any:
         """See `ToolSession.execute`."""
-        arguments = {
-            name: encodable(value) if isinstance(value, str) else value
-            for name, value in call.arguments.items()
-        }
-        before = await self._list_pictures()
-        result = await self._tool._answer(self, arguments)
+        before, pictures = await self._list_pictures(), list[bytes]()
+        texts = {n: encodable(each) for n, each in call.arguments.items() if isinstance(each, str)}
+        result = await self._answer(**{**call.arguments, **texts})
         written = await self._list_pictures() - before
-        pictures: list[bytes] = []
         for path in sorted(line.partition(" ./")[2] for line in written):
-            if not result.is_error and len(pictures) < self._tool.max_pictures:
+            if not result.is_error and len(pictures) < self.max_pictures:
                 with suppress(OSError, SandboxLimit):  # gone by now, or no picture for a model
                     pictures.append(await self.sandbox.read_file(path))
         if not pictures:
@@ -171,12 +143,12 @@ class SandboxSession(ToolSession):
 
     async def _list_pictures(self) -> set[str]:
         """A line for each picture in the sandbox's directory, new where it was written since."""
-        if not self._tool.max_pictures:
+        if not self.max_pictures:
             return set()
         result = await self.sandbox.exec(_PICTURES)
         return set(result.stdout.decode(errors="surrogateescape").splitlines())
 
-    async def make_directory(self, script: str, *words: str, program: str = "") -> str:
+    async def _make_directory(self, script: str, *words: str, program: str = "") -> str:
         """The directory that the script makes and prints."""
         command = ["/bin/sh", "-c", script, "sh", *words]
         result = await self.sandbox.exec(command, input=program, timeout_s=_START_S)
@@ -187,12 +159,6 @@ class SandboxSession(ToolSession):
         self.directory = printed
         return printed
 
-    async def kill_interpreter(self) -> bytes:
-        """End the interpreter with what is in its process group; what it had printed."""
-        directory, self.directory = self.directory, None
-        command = ["/bin/sh", "-c", _KILL, "sh", str(directory), str(CAP)]
-        return (await self.sandbox.exec(command, timeout_s=_KILL_S)).stdout
-
 
 class PythonTool(SandboxTool):
     """Runs Python code in one interpreter for the trajectory, whose variables stay.
@@ -200,9 +166,7 @@ class PythonTool(SandboxTool):
     A call that takes too long, or that ends the interpreter, costs the variables; the next call has
     a new one. ``sys.exit`` only ends its own call. What child processes print is shown too.
 
-    Args:
-        name, description, timeout_s, max_pictures: See `SandboxTool`.
-        python: The interpreter, of Python 3.8 or newer, in the sandbox.
+    `python` is the interpreter in the sandbox, 3.8 or newer; see `SandboxTool` for the others.
     """
 
     name = "python"
@@ -211,38 +175,39 @@ class PythonTool(SandboxTool):
         "The value of a last expression is shown."
     )
     parameters: ClassVar = {"code": {"type": "string", "description": "The Python code to run."}}
-    required: ClassVar = ["code"]
+    _is_lost = False  # whether an interpreter has ended since the model last read so
 
     def __init__(self, name: str | None = None, *, python: str = "python3", **options: Any) -> None:
         super().__init__(name, **options)
         self.python = python
 
-    async def _answer(self, session: SandboxSession, arguments: dict[str, Any]) -> ToolResult:
-        directory = session.directory or await session.make_directory(
+    async def _answer(self, code: str) -> ToolResult:
+        directory = self.directory or await self._make_directory(
             _START, self.python, program=read_program("python_session")
         )
-        note = f"[{_GONE}]\n" if session.is_lost else ""
-        session.is_lost = True  # until it has answered
+        note = f"[{_GONE}]\n" if self._is_lost else ""
+        self._is_lost, printed = True, b""  # until it has answered
         try:
-            result = await session.sandbox.exec(
+            result = await self.sandbox.exec(
                 ["/bin/sh", "-c", _CELL, "sh", directory, str(CAP)],
-                input=arguments["code"],
+                input=code,
                 timeout_s=self.timeout_s,
                 max_output_bytes=CAP + 64,
                 keep="head",
             )
+            self._is_lost, printed = bool(result.exit_code), result.stdout
+            reason = "the interpreter has ended"
         except SandboxTimeout as error:
-            output = await session.kill_interpreter()
-            return _report_failure(output, f"timed out after {error.seconds:g} s; {_GONE}")
-        except BaseException:
-            with anyio.CancelScope(shield=True), suppress(SandboxError):
-                await session.kill_interpreter()
-            raise
-        if result.exit_code:
-            await session.kill_interpreter()
-            return _report_failure(result.stdout, f"the interpreter has ended; {_GONE}")
-        session.is_lost = False
-        head, _, output = result.stdout.partition(b"\n")
+            reason = f"timed out after {error.seconds:g} s"
+        finally:
+            if self._is_lost:  # end it, with what is in its process group
+                self.directory, kill = None, ["/bin/sh", "-c", _KILL, "sh", directory, str(CAP)]
+                with anyio.CancelScope(shield=True), suppress(SandboxError):
+                    killed = await self.sandbox.exec(kill, timeout_s=_KILL_S)
+                    printed = killed.stdout or printed
+        if self._is_lost:
+            return _report_failure(printed, f"{reason}; {_GONE}")
+        head, _, output = printed.partition(b"\n")
         is_ok, size = map(int, head.split())
         text = note + output.decode(errors="replace")
         if size > CAP:
@@ -265,14 +230,13 @@ class ShellTool(SandboxTool):
         "background needs its output in a file: command >log 2>&1 &"
     )
     parameters: ClassVar = {"command": {"type": "string", "description": "The command line."}}
-    required: ClassVar = ["command"]
 
-    async def _answer(self, session: SandboxSession, arguments: dict[str, Any]) -> ToolResult:
-        directory = session.directory or await session.make_directory(_MAKE + 'echo "$d"')
+    async def _answer(self, command: str) -> ToolResult:
+        directory = self.directory or await self._make_directory(_MAKE + 'echo "$d"')
         try:
-            result = await session.sandbox.exec(
+            result = await self.sandbox.exec(
                 ["/bin/sh", "-c", _SHELL, "sh", directory, _SHELL_CALL],
-                input=arguments["command"],
+                input=command,
                 timeout_s=self.timeout_s,
                 max_output_bytes=CAP,
             )
@@ -308,7 +272,7 @@ class EditTool(SandboxTool):
         "new_str": {"type": "string", "description": "What stands there afterwards."},
         "insert_line": {
             "type": "integer",
-            "description": "The line after which `insert` inserts; 0 for the beginning.",
+            "description": "Line to insert after; 0: at the start.",
         },
         "view_range": {
             "type": "array",
@@ -318,13 +282,12 @@ class EditTool(SandboxTool):
             "description": "The first and the last line to view; -1 for the end.",
         },
     }
-    required: ClassVar = ["command", "path"]
 
     def __init__(self, name: str | None = None, *, description: str | None = None) -> None:
         super().__init__(name, description=description)
 
-    async def _answer(self, session: SandboxSession, arguments: dict[str, Any]) -> ToolResult:
-        command, path, sandbox = arguments["command"], arguments["path"], session.sandbox
+    async def _answer(self, command: str, path: str, **arguments: Any) -> ToolResult:
+        sandbox = self.sandbox
         try:
             if command == "view":
                 return ToolResult(await _view(sandbox, path, arguments.get("view_range")))
@@ -333,20 +296,18 @@ class EditTool(SandboxTool):
                 await sandbox.write_file(path, text)
                 return ToolResult(f"{path} is written: {len(_split(text))} lines")
             text = (await sandbox.read_file(path)).decode(errors="surrogateescape")
-            if command == "insert":
-                new = arguments["new_str"]
-                text, line = _insert(text, int(arguments["insert_line"]), new)
-            else:
-                new = arguments.get("new_str", "")
-                text, line = _replace(text, arguments["old_str"], new)
-            await sandbox.write_file(path, text.encode(errors="surrogateescape"))
+            find = _find_insertion if command == "insert" else _find_replaced
+            start, end, new = find(text, arguments)
+            changed = text[:start] + new + text[end:]
+            await sandbox.write_file(path, changed.encode(errors="surrogateescape"))
         except KeyError as error:
             raise ToolError(f"{command} needs {error.args[0]}") from error
         except IsADirectoryError as error:
             raise ToolError(f"{path} is a directory, which only `view` takes") from error
         except OSError as error:
             raise ToolError(f"{path}: {error.strerror or error}") from error
-        shown = _number(_split(text), line - 3, line + new.count("\n") + 4)
+        line = text.count("\n", 0, start) + 1
+        shown = _number(_split(changed), line - 3, line + new.count("\n") + 4)
         return ToolResult(f"{path} is changed:\n{shown}")
 
 
@@ -377,30 +338,31 @@ def _number(lines: list[str], first: int, last: int) -> str:
     return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
-def _insert(text: str, after: int, new: str) -> tuple[str, int]:
-    """The text with `new` as lines of its own, and the number of the first."""
-    lines = _split(text)
+def _find_insertion(text: str, arguments: dict[str, Any]) -> tuple[int, int, str]:
+    """Where `insert` inserts: start, end and what stands there afterwards, as lines of its own."""
+    new, after, lines = arguments["new_str"], int(arguments["insert_line"]), _split(text)
     if not 0 <= after <= len(lines):
         raise ToolError(f"insert_line = {after}: the file has {len(lines)} lines")
-    before, new = "".join(lines[:after]), new if new.endswith("\n") else f"{new}\n"
-    if before and not before.endswith("\n"):  # the last line has no end
-        before += "\n"
-    return before + _fit_line_ends(new, text) + "".join(lines[after:]), after + 1
+    start = sum(map(len, lines[:after]))
+    new = _fit_line_ends(new if new.endswith("\n") else f"{new}\n", text)
+    return start, start, f"\n{new}" if start and text[start - 1] != "\n" else new
 
 
-def _replace(text: str, old: str, new: str) -> tuple[str, int]:
-    """The text with the one `old` replaced, and the number of the line where it was."""
-    old, new = old if old in text else _fit_line_ends(old, text), _fit_line_ends(new, text)
-    before, found, after = text.partition(old) if old else (text, "", "")
-    if not found:
+def _find_replaced(text: str, arguments: dict[str, Any]) -> tuple[int, int, str]:
+    """Start and end of the one `old_str`, and what stands there afterwards."""
+    old, new = arguments["old_str"], _fit_line_ends(arguments.get("new_str", ""), text)
+    old = old if old in text else _fit_line_ends(old, text)
+    start, last = text.find(old), text.rfind(old)
+    if start < 0 or not old:
         raise ToolError("old_str does not occur in the file, which is unchanged")
-    line, last = (text.count("\n", 0, at) + 1 for at in (text.find(old), text.rfind(old)))
-    if text.rfind(old) > len(before):
+    if start < last:
+        first_line, last_line = (text.count("\n", 0, at) + 1 for at in (start, last))
         raise ToolError(
-            f"old_str occurs more than once, first in line {line} and last in line {last}; the "
-            "file is unchanged: give enough of what is around it that it occurs once"
+            f"old_str occurs more than once, first in line {first_line} and last in line "
+            f"{last_line}; the file is unchanged: give enough of what is around it that it occurs "
+            "once"
         )
-    return before + new + after, line
+    return start, start + len(old), new
 
 
 def _fit_line_ends(new: str, text: str) -> str:

@@ -11,22 +11,14 @@ from rollout.errors import ToolError
 
 #: Keys whose values are data or names, not schemas: copied as they are.
 _VERBATIM = frozenset({"const", "default", "enum", "examples", "required"})
-#: Keys that are left out. A discriminator maps tags to references; the tags stand in the
-#: alternatives as well.
-_DROPPED = frozenset({"$ref", "title", "discriminator", "$defs", "definitions"})
+#: Keys that are left out; the tags that a discriminator maps stand in the alternatives as well.
+_DROPPED = frozenset({"$ref", "$comment", "title", "discriminator", "$defs", "definitions"})
 
 
 class SchemaCheck:
-    """Checks arguments against the `parameters` of a tool's schema.
+    """Checks arguments against the `parameters` of a tool, a JSON Schema of draft 2020-12 or None.
 
     Where these list `properties` and say nothing about further ones, there are none.
-
-    Args:
-        tool: Its name, for messages.
-        parameters: A JSON Schema, draft 2020-12; None takes any arguments.
-
-    Raises:
-        ToolError: It is no JSON Schema.
     """
 
     def __init__(self, tool: str, parameters: Mapping[str, Any] | None) -> None:
@@ -48,8 +40,7 @@ class SchemaCheck:
     def check(self, arguments: Any, fixed: Collection[str] = ()) -> dict[str, Any]:
         """Return right arguments, but for those that are `fixed`: the prompt has these.
 
-        Raises:
-            ToolError: It names each missing, unknown and wrong one.
+        A `ToolError` names each missing, unknown and wrong one.
         """
         if not isinstance(arguments, Mapping):
             text = f"{arguments!r:.80} is no object of arguments"
@@ -113,11 +104,7 @@ def quote_all(names: Iterable[str]) -> str:
 
 
 def as_openai_schema(schema: Any, what: str) -> dict[str, Any]:
-    """A tool's schema in OpenAI's form; the function alone gets its envelope.
-
-    Raises:
-        ToolError: It is neither; the text begins with `what`.
-    """
+    """A tool's schema in OpenAI's form; the function alone gets its envelope."""
     if isinstance(schema, Mapping) and "function" not in schema and "name" in schema:
         # The function alone, or in the form of OpenAI's Responses API.
         inner = {key: value for key, value in schema.items() if key != "type"}
@@ -133,11 +120,7 @@ def as_openai_schema(schema: Any, what: str) -> dict[str, Any]:
 
 
 def inline_references(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema without ``$ref`` and ``$defs``; titles are left out.
-
-    Raises:
-        TypeError: A type within it contains itself, or a reference leads nowhere.
-    """
+    """A schema without ``$ref``, ``$defs`` and titles; a `TypeError` where it contains itself."""
     definitions = {**schema.get("definitions", {}), **schema.get("$defs", {})}
 
     def inline(node: Any, within: tuple[str, ...] = ()) -> Any:
@@ -161,5 +144,4 @@ def inline_references(schema: Mapping[str, Any]) -> dict[str, Any]:
                 inlined[key] = value if key in _VERBATIM else inline(value, within)
         return inlined
 
-    whole: dict[str, Any] = inline(dict(schema))
-    return whole
+    return dict(inline(dict(schema)))

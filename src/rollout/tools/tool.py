@@ -14,19 +14,11 @@ from rollout.child_processes import ChildProcesses
 from rollout.config.checks import Count, Natural, Positive, Rule, validate
 from rollout.errors import ToolError
 from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
-from rollout.types import Prompt
+from rollout.types import Prompt, ToolCall
 from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-
-    from rollout.types import ToolCall
-
-#: Keys of ``tools_kwargs[name]`` that are for tools with verl's protocol: arguments of its methods.
-METHOD_KWARGS = frozenset(
-    ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
-)
-
 
 ExceptionTypes = Annotated[
     object,
@@ -38,11 +30,7 @@ ExceptionTypes = Annotated[
 
 
 def check_options(what: str, **options: tuple[Any, Any]) -> None:
-    """Check values, each given with its rule.
-
-    Raises:
-        ToolError: It begins with `what`, and lists every value that is out of bounds.
-    """
+    """Check values, each given with its rule; a `ToolError` lists all that are out of bounds."""
     found = {name: validate(rule, value)[1] for name, (rule, value) in options.items()}
     if faults := [str(each.below(name)) for name, faults in found.items() for each in faults]:
         raise ToolError(f"{what}: {'; '.join(faults)}")
@@ -65,14 +53,12 @@ class ToolPolicy(msgspec.Struct, frozen=True, kw_only=True):
         transient: Exception types that are transient beside `TransientError`.
         cache_size: Results kept, the most recently used, by arguments and prompt kwargs; errors
             are not. 0 keeps none.
-        breaker_failures: Calls in a row that raised or timed out, after which calls are answered
-            at once with an error, for `breaker_s`; the next failure after that time begins another
-            such pause. None never refuses. Answers with `is_error` and refused arguments are no
-            failures.
-        breaker_s: See `breaker_failures`.
+        breaker_failures, breaker_s: After so many calls in a row that raised or timed out, calls
+            are answered at once with an error, for so many seconds; the next failure after that
+            begins another such pause. None never refuses. Answers with `is_error` and refused
+            arguments are no failures.
 
-    Raises:
-        ToolError: It lists every value that is out of bounds.
+    A `ToolError` lists every value that is out of bounds.
     """
 
     timeout_s: Positive | None = None
@@ -201,15 +187,13 @@ class Tool(ABC):
     async def prepare(self) -> None:  # noqa: B027  (most tools need none)
         """Make sure that calls can be answered: once as a runtime opens, before any work.
 
-        Raises:
-            ToolError: They cannot; nothing is started then.
+        A `ToolError` says that they cannot; nothing is started then.
         """
 
     def is_offered(self, prompt: Prompt) -> bool:
         """Whether a prompt is offered it that names no tools.
 
-        Raises:
-            ToolError: The prompt asks wrongly for it; its trajectories are rejected.
+        A `ToolError` where the prompt asks wrongly for it: its trajectories are rejected.
         """
         return True
 
@@ -235,18 +219,10 @@ class ToolProvider(ABC):
 
 @asynccontextmanager
 async def open_tools(tools: Sequence[Any]) -> AsyncIterator[list[Any]]:
-    """The tools, with those in place of each async context manager that it gives when entered.
-
-    Entered in order and left in the reverse one, when the block ends.
-
-    Raises:
-        ToolError: As the context managers do.
-    """
+    """The tools, with those in place of each async context manager that it gives when entered."""
     async with AsyncExitStack() as stack:
         opened: list[Any] = []
-        for tool in tools:
-            if hasattr(tool, "__aenter__"):
-                opened += await stack.enter_async_context(tool)
-            else:
-                opened.append(tool)
+        for each in tools:
+            is_one = not hasattr(each, "__aenter__")
+            opened += [each] if is_one else await stack.enter_async_context(each)
         yield opened

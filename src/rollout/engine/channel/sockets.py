@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from anyio.abc import ByteStream
 
 #: How long the peer's machine may leave what was sent unacknowledged: after that it has vanished.
-USER_TIMEOUT_S = 10
+USER_TIMEOUT_S = 75
 
 
 class TlsFiles(msgspec.Struct, frozen=True):

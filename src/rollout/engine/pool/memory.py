@@ -84,13 +84,11 @@ class MemoryManager:
     async def bring_up(self, replica: Replica, channel: Channel) -> None:
         """Have a replica that does not serve yet release what the others have released."""
         while replica.released != self._released:  # they may wake meanwhile
-            wanted = self._released
-            surplus = replica.released - wanted
+            surplus = replica.released - self._released
             if surplus:
-                await replica.command(channel, WakeUp(tuple(sorted(surplus))))
+                await _wake(surplus, replica, channel)
             else:
-                await replica.command(channel, Sleep(2 if "weights" in wanted else 1))
-            replica.released = wanted
+                await _sleep(2 if "weights" in self._released else 1, replica, channel)
 
     def _resume_requests(self) -> None:
         if self._requests.is_admission_blocked:
@@ -142,10 +140,10 @@ async def _wake(tags: frozenset[str], replica: Replica, channel: Channel) -> Non
 
 
 async def _wake_all(replica: Replica, channel: Channel) -> None:
-    """Wake a replica, whose refusal means that it had not been put to sleep."""
+    """Wake a replica; its refusal means that it had not been put to sleep, or it is restarted."""
     try:
         await replica.command(channel, WakeUp(ALL_TAGS))
     except EngineError as error:
-        if isinstance(error, ChannelError):
-            raise
+        if replica.released:
+            replica.restart(channel, f"it does not wake up: {error}")
     replica.released = frozenset()

@@ -357,8 +357,11 @@ class EnginePool:
                 f"{replica.name} takes {found.describe_modalities()}, the other engines "
                 f"{shared.describe_modalities()}; expected the same of all"
             )
-        await self._weights.bring_up(replica, channel)
-        await self._memory.bring_up(replica, channel)
+        while True:
+            await self._weights.bring_up(replica, channel)
+            await self._memory.bring_up(replica, channel)
+            if replica.weights is self._weights.current:  # they may change while it goes to sleep
+                return
 
     def _note_change(self, replica: Replica) -> None:
         """A replica came to serve, was lost, failed to start or ended."""

@@ -264,8 +264,9 @@ class Replica:
                 channel.close()
                 self._media_bytes += channel.media_bytes
                 self.channel = None
-        if channel.lost_cause != "connection":
-            self._must_restart = True
+                # Where it was being brought up to date, nobody knows what came of that.
+                if channel.lost_cause != "connection" or began is None:
+                    self._must_restart = True
         if began is None:
             raise ChannelError(channel.lost_reason)
         logger.warning("lost %s", channel.lost_reason)
@@ -333,9 +334,9 @@ class Replica:
         """Whether the router may choose it: its session is not lost."""
         return self.routed is not None
 
-    def restart(self, channel: Channel, why: str) -> None:
+    def restart(self, channel: Channel | None, why: str) -> None:
         """Have the engine restarted, unless the session `channel` is over already."""
-        if channel.lost_cause is None:
+        if channel is not None and channel.lost_cause is None:
             self._must_restart = True
             channel.close(why)
 

@@ -52,6 +52,7 @@ class WeightUpdater:
 
     Attributes:
         version: Of the last update that was completed; None before the first one.
+        current: What replicas are to have; None: what they start with.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class WeightUpdater:
         self._replicas = replicas
         self._limit_s = limit_s
         self._changes = changes
-        self._current: SentWeights | None = None
+        self.current: SentWeights | None = None
         self._staged: list[SentWeights] = []  # whose files are still there
         self._errors: dict[Replica, EngineError] = {}  # of those that did not load the current ones
         self._updates = Notifier()
@@ -83,8 +84,8 @@ class WeightUpdater:
                 f"{replica.name} has weights of version {channel.info.weight_version}; "
                 f"expected {has.version}"
             )
-        while self._current is not replica.weights:  # they may change meanwhile
-            wanted = self._current
+        while self.current is not replica.weights:  # they may change meanwhile
+            wanted = self.current
             if wanted is None:
                 raise EngineError(f"{replica.name}: the weights that it has were taken back")
             is_reached = replica.is_here or not wanted.is_staged
@@ -97,7 +98,7 @@ class WeightUpdater:
                 else:
                     await self._load(replica, channel, wanted)
             except EngineError as error:
-                if wanted is self._current:
+                if wanted is self.current:
                     self._errors[replica] = error
                     raise
                 if channel.lost.is_set():
@@ -109,7 +110,7 @@ class WeightUpdater:
         A replica gets new requests when it has them. Where none serves, the first one that comes
         to serve has them.
         """
-        self._check_reach(source)
+        self._check_reach(source, mode)
         if isinstance(source, TensorWeights):  # put where every engine of this machine finds them
             path = await anyio.to_thread.run_sync(stage, source)
             weights = SentWeights(version, DiskWeights(path), is_staged=True)
@@ -122,12 +123,15 @@ class WeightUpdater:
         finally:
             self._requests.resume_deadlines()
 
-    def _check_reach(self, source: WeightSource) -> None:
+    def _check_reach(self, source: WeightSource, mode: UpdateMode) -> None:
         """Raise an `EngineError` where a replica that serves could not load them."""
         serving = [replica for replica in self._replicas if replica.is_serving]
         if isinstance(source, DistributedWeights):
             check_broadcast(source, serving)
         for replica in serving:
+            if mode == "wait" and replica.released and replica.in_flight:
+                why = "sleeps with requests under way, which end after wake_up only"
+                raise EngineError(f"mode = 'wait': {replica.name} {why}; expected another mode")
             if isinstance(source, TensorWeights) and not replica.is_here:
                 raise EngineError(
                     f"{replica.name} is on another machine than the driver, where TensorWeights do "
@@ -136,7 +140,7 @@ class WeightUpdater:
 
     async def _change(self, weights: SentWeights, mode: UpdateMode) -> None:
         self._staged.append(weights)
-        before, self._current, self._errors = self._current, weights, {}
+        before, self.current, self._errors = self.current, weights, {}
         self._router.require_weights(weights.version)
         serving = {
             replica: replica.channel
@@ -160,7 +164,7 @@ class WeightUpdater:
             raise EngineError(why)
         for replica, error in self._errors.items():
             if replica.is_serving and replica.weights is not weights:  # it has not come back yet
-                _restart(replica, f"other weights are needed: {error}")
+                replica.restart(replica.channel, f"other weights are needed: {error}")
         await self._discard_others()
 
     async def _update_one(
@@ -238,7 +242,7 @@ class WeightUpdater:
 
     def _restore(self, before: SentWeights | None) -> None:
         """No replica could load the new weights: those with the old ones serve with them again."""
-        self._current = before
+        self.current = before
         self._updates.notify()
         self._router.require_weights(before.version if before else None)
         for replica in self._replicas:
@@ -246,28 +250,22 @@ class WeightUpdater:
             if channel is not None and replica.is_serving and replica.weights is before:
                 self._router.set_weights(replica.name, channel.info.weight_version)
             else:
-                _restart(replica, "its weights were taken back")
+                replica.restart(channel, "its weights were taken back")
         self._requests.queue.call_next()
 
     async def aclose(self) -> None:
         """Remove staged files; the engines are gone."""
-        self._current = None
+        self.current = None
         await self._discard_others()
 
     async def _discard_others(self) -> None:
         """Remove the files of weights that are not the current ones."""
-        others = [each for each in self._staged if each is not self._current]
-        self._staged = [each for each in self._staged if each is self._current]
+        others = [each for each in self._staged if each is not self.current]
+        self._staged = [each for each in self._staged if each is self.current]
         for weights in others:
             if weights.is_staged and isinstance(weights.source, DiskWeights):
                 with anyio.CancelScope(shield=True):  # gigabytes take a second, and no more
                     await run_in_thread(unstage, weights.source.path)
-
-
-def _restart(replica: Replica, why: str) -> None:
-    """Have a replica restarted that serves; none of its requests is to blame."""
-    if replica.channel is not None:
-        replica.restart(replica.channel, why)
 
 
 def check_update(version: Any, source: Any, mode: Any) -> int:
