@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Place = tuple[int, int]
 
 #: Pieces of text that an encoder remembers, and characters of one at most.
-_REMEMBERED, _LARGEST_PIECE = 1_024, 32_768
+_REMEMBERED, _LARGEST_PIECE = 256, 32_768
 #: Begins and ends the marks that stand for special tokens; of a private plane, so in no text.
 _BOUNDARY = "\U000f5a17"
 #: Markup that some vocabularies (Gemma's) hold as ordinary entries of their table of added tokens.
