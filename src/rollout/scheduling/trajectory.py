@@ -232,6 +232,8 @@ async def _run_agent(services: Services, run: TrajectoryRun, agent: Registered) 
     finally:
         run.clock.release()
         member.running, member.concluding_since = None, run.containment.clock()
+        for name in [each for each in vars(context) if hasattr(AgentContext, each)]:
+            delattr(context, name)  # the agent has put something in the place of a method
         if run.code.error is not None:
             run.cause = _settle_failure(context, run.code.error)
         await _close(run)
