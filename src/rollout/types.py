@@ -24,6 +24,8 @@ DRIFT = "tokenization/"
 #: As which tool calls are counted that were in no format, and those of tools that there are not.
 NOT_PARSED, UNKNOWN_TOOL = "(not parsed)", "(unknown)"
 
+_ATOMS = frozenset((str, int, float, bool, bytes))
+
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     """One call that the model asked for, parsed from its text."""
@@ -138,6 +140,8 @@ def without_null_keys(value: Any) -> Any:
     Items of lists stay, whatever they are. Mappings become dicts; arrays of objects, which data
     sets have in place of lists, become lists. Other objects are not copied.
     """
+    if type(value) in _ATOMS:  # most are: asking whether they are mappings would take twice as long
+        return value
     if isinstance(value, Mapping):
         return {key: without_null_keys(item) for key, item in value.items() if item is not None}
     if type(value) in (list, tuple):

@@ -17,7 +17,7 @@ STDLIB = os.path.dirname(os.__file__) + os.sep
 INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 #: Packages that run the code of others, or that this library waits in: their lines explain nothing.
 _LOOPS = {"anyio", "asyncio", "concurrent", "outcome", "sniffio", "trio"}
-_AWAITED = {*_LOOPS, "httpx", "httpcore", "mcp"}
+_AWAITED = {*_LOOPS, "httpx", "httpcore", "mcp", LIBRARY}
 #: A function that waits for code in another thread holds in a local variable of this name what
 #: gives the frames there.
 _ELSEWHERE = "find_frames_elsewhere"

@@ -442,6 +442,8 @@ async def test_server_that_writes_without_end_is_started_again(
         failure = await read_failure(tools, context, "much", count=20_000_000)
         assert failure == f"the MCP server ended {LOST}"
         assert await read(tools, context, "count") == "1"
+    async with connect_mcp(SERVER, max_answer_bytes=20_000_000) as tools:
+        assert len(await read(tools, context, "much", count=5_000_000)) == 5_000_000
 
 
 # A server for each trajectory

@@ -227,7 +227,8 @@ async def open_stdio(
         buffered = BufferedByteReceiveStream(stdout)
         with to_client, suppress(*_GONE, anyio.DelimiterNotFound):
             while True:
-                line = bound_line(await buffered.receive_until(b"\n", MAX_LINE), max_bytes)
+                most = max(MAX_LINE, max_bytes)
+                line = bound_line(await buffered.receive_until(b"\n", most), max_bytes)
                 try:
                     found = mcp_types.jsonrpc_message_adapter.validate_json(line, by_name=False)
                 except ValueError as error:
