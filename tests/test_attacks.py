@@ -34,7 +34,7 @@ def test_hostile_code_harms_its_own_trajectories_only(backend: str) -> None:
         "assigns failed agent None 25",
         "calm completed - 1.0 25",
         "closing failed unresponsive None 25",
-        "hold failed unresponsive None 25",
+        "hold completed - 1.0 25",
         "panic failed reward None 25",
         "panics failed agent None 25",
         "reward failed unresponsive None 25",

@@ -88,6 +88,8 @@ class Contained(Generic[T]):
         value, error: What it returned, or raised.
         was_cancelled: Whether `cancel` or the deadline ended it.
         unresponsive: Set where it, or code that it waited for, was stopped.
+        ends_alone: Set it to let code that waits for this one continue where this one was stopped;
+            False afterwards where that was ending too.
         inner: The contained code that it waits for.
         since: When it began, on the loop's clock.
         reported: Set when nobody waits for it any more; another one after `pause`.
@@ -100,6 +102,7 @@ class Contained(Generic[T]):
         self.error: BaseException | None = None
         self.was_cancelled = False
         self.unresponsive: UnresponsiveError | None = None
+        self.ends_alone = False
         self.inner: dict[Contained[Any], None] = {}
         self._containment, self._activity = containment, activity
         #: When it was cancelled; afresh where code that it waits for was stopped.
@@ -233,7 +236,9 @@ class Contained(Generic[T]):
             code.unresponsive = code.unresponsive or error
             if code.ends_at < now:
                 code._cancelled_at = now  # what waited for this begins to end now
-            code = code._around
+            around = code._around
+            code.ends_alone &= around is None or around.ends_at >= now
+            code = None if code.ends_alone else around
         self._report()
 
     def _report(self) -> None:

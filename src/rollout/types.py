@@ -128,10 +128,10 @@ class Prompt(_PositionalMessages, frozen=True, kw_only=True):
         if isinstance(given, str):
             given = [Message(role="user", content=given)]
             msgspec.structs.force_setattr(self, "messages", given)
-        for field in ("messages", "sampling", "tools_kwargs"):
-            drop = without_padding if field == "messages" else without_null_keys
-            with suppress(RecursionError):  # it contains itself: refused where it is used
-                msgspec.structs.force_setattr(self, field, drop(getattr(self, field)))
+        with suppress(RecursionError):  # what refers to itself is refused where it is used
+            msgspec.structs.force_setattr(self, "messages", without_padding(given))
+            for field in ("sampling", "tools_kwargs"):
+                msgspec.structs.force_setattr(self, field, without_null_keys(getattr(self, field)))
 
 
 def without_null_keys(value: Any) -> Any:

@@ -393,6 +393,16 @@ def test_batch_edited_line_is_named(saved: Path) -> None:
     assert reason(saved) == f"{path}, line 2: Expected `str`, got `int` - at `$.uid`"
 
 
+@pytest.mark.parametrize("name", ["samples.jsonl", "trajectories.jsonl"])
+@pytest.mark.parametrize("field", ["trainable", "reward", "reason", "metrics", "extra"])
+def test_batch_line_that_lacks_a_field_is_named(saved: Path, name: str, field: str) -> None:
+    lines = list(map(json.loads, (saved / name).read_text().splitlines()))
+    del lines[1][field]
+    (saved / name).write_text("\n".join(map(json.dumps, lines)))
+    seal(saved)
+    assert reason(saved) == f"{saved / name}, line 2: Object missing required field `{field}`"
+
+
 def test_batch_tensors_that_are_no_safetensors_are_refused(saved: Path) -> None:
     path = saved / "tensors.safetensors"
     path.write_bytes(b"\x80\x04pickle")

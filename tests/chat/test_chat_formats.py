@@ -168,7 +168,7 @@ def test_format_stop_tokens_are_those_that_end_a_turn(family: str) -> None:
 def test_format_that_opens_reasoning_says_so() -> None:
     opening = {family for family in FAMILIES if template(family).opens_reasoning}
     assert opening == {"deepseek_r1", "minimax_m2"}
-    behind = {family for family in FAMILIES if template(family).opens_reasoning_after(RESULT)}
+    behind = {family for family in FAMILIES if template(family).observe(RESULT, after=None)[1]}
     assert behind == {"minimax_m2"}  # nothing opens a turn after results of DeepSeek
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from array import array
 from typing import TYPE_CHECKING, Any
@@ -218,6 +219,21 @@ def test_encode_by_a_tokenizer_that_cannot_be_split_keeps_spelled_tokens_text(na
     assert [ids.count(first), ids.count(other)] == [2, 0]
 
 
+@pytest.mark.parametrize("name", UNUSUAL)
+@pytest.mark.parametrize(
+    "text", ["e <b> <a>a ghi b<a> c <b> \n", "ghi<a>e <b> \n <a>ghi ghi <a>\n"]
+)
+def test_encode_by_a_tokenizer_that_cannot_be_split_adds_nothing_beside_spelled_tokens(
+    name: str, text: str
+) -> None:
+    encoder = TextEncoder(UNUSUAL[name])
+    ids = {letter: UNUSUAL[name].convert_tokens_to_ids(letter) for letter in "ghi<b>"}
+    spelt = {ids["g"]: ids["<"], ids["h"]: ids["b"], ids["i"]: ids[">"]}
+    expected = [spelt.get(each, each) for each in encoder.encode(text)]
+    plain = tuple(match.span() for match in re.finditer("ghi", text))
+    assert encoder.encode(WrittenText(text.replace("ghi", "<b>"), plain)).tolist() == expected
+
+
 def test_encode_by_a_tokenizer_in_python_splits_plain_places() -> None:
     class InPython:
         added_tokens_decoder = UNUSUAL["prepends"].added_tokens_decoder
@@ -257,7 +273,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_encode_remembers_so_many_pieces_of_such_a_length(encoded: list[str]) -> None:
     encoder = TextEncoder(simulated_tokenizer())
-    texts = [f"piece {number}" for number in range(1025)]
+    texts = [f"piece {number}" for number in range(257)]
     for text in (*texts, texts[-1], texts[0]):
         assert encoder.encode(text).tobytes() == encoder.encode(text).tobytes()
     assert encoded == [*texts, texts[0]]

@@ -163,7 +163,7 @@ def test_drift_of_formats_that_leave_out_reasoning_says_so(family: str) -> None:
 @pytest.mark.parametrize("family", ["deepseek_r1", "minimax_m2"])
 def test_drift_of_reasoning_that_the_prompt_opened_is_named_too(family: str) -> None:
     end = STOPS[family][0]
-    opened = "" if chat("qwen", family).opens_reasoning_after(FOLLOWING[0]) else "<think>"
+    opened = "" if chat("qwen", family).observe(FOLLOWING[0], after=None)[1] else "<think>"
     turns = (f"hm\n</think>\n\na{end}", f"{opened}hm</think>b{end}", f"hm</think>c{end}")
     drift = spoken(family, turns)
     assert drift.kind == "reasoning_stripped"

@@ -10,14 +10,15 @@ import pytest
 import rollout
 from parser_cases import CASES
 from rollout.chat import (
+    ChatTemplate,
     ParsedTurn,
-    ToolParser,
     get_tool_parser,
     register_tool_parser,
     tool_parser_names,
 )
-from rollout.chat.parsers import registry, stop_token_ids
+from rollout.chat.parsers import registry
 from rollout.config import AgentConfig
+from rollout.runtime.opening import list_stop_tokens
 from rollout.testing import Scenario, simulated_tokenizer
 from rollout.types import ToolCall
 
@@ -77,19 +78,14 @@ async def test_own_format_runs_its_calls_and_ends_turns_with_its_tokens(shouting
     assert asked == ["stretch"]
 
 
-def test_stop_tokens_that_the_tokenizer_lacks_are_left_out() -> None:
-    tokenizer = simulated_tokenizer()
-    assert stop_token_ids(Shouting(), tokenizer) == (257,)
-    assert stop_token_ids(get_tool_parser("gpt_oss"), tokenizer) == ()
-    assert stop_token_ids(get_tool_parser("hermes"), tokenizer) == (258,)
+def test_stop_tokens_are_those_that_the_tokenizer_has() -> None:
+    class Silent:
+        parse = Shouting.parse
 
-
-def test_stop_tokens_may_be_missing_from_a_parser() -> None:
-    class Silent(Shouting):
-        stop_tokens = ()
-
-    silent: ToolParser = Silent()
-    assert stop_token_ids(silent, simulated_tokenizer()) == ()
+    template = ChatTemplate(simulated_tokenizer())
+    assert list_stop_tokens(template, Shouting()) == (*sorted({257, *template.stop_token_ids}),)
+    for parser in (Silent(), get_tool_parser("gpt_oss"), get_tool_parser("hermes")):
+        assert list_stop_tokens(template, parser) == (258,)
 
 
 @pytest.mark.parametrize(

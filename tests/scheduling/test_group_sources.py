@@ -214,6 +214,29 @@ async def test_sources_of_many_calls_do_not_stay_with_the_runtime(
         assert [ref() is not None for ref in left[:5]] == [False] * 5
 
 
+async def test_closed_source_does_not_stay_with_a_stream_that_a_caller_keeps() -> None:
+    loader = Loader(100)
+    left = weakref.ref(loader)
+    async with rollout.open_rollout(config(max_in_flight=2)) as runtime:
+        async with runtime.stream_groups(loader) as groups:
+            await anext(groups)
+    del loader, runtime
+    gc.collect()
+    assert (left(), groups.metrics()["groups/accepted"]) == (None, 1.0)
+
+
+async def test_source_that_waits_ends_at_once_with_a_runtime_that_is_cancelled() -> None:
+    with anyio.move_on_after(50.0):
+        async with rollout.open_rollout(config()) as runtime:
+            try:
+                await runtime.collect(Loader(100), 1)
+                await anyio.sleep_forever()
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await anyio.sleep(100.0)  # what its caller saves, say
+    assert runtime.statistics().unresponsive == 0
+
+
 class Slowly(Sequence[Prompt]):
     """A data set whose length and items take long, as those of a remote one do."""
 

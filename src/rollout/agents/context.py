@@ -163,9 +163,8 @@ class AgentContext(Conversation):
         drawn = self._sampling
         if sampling:
             drawn = read_sampling("generate", sampling, self._state, drawn)
-        with self._noting_limits():
-            self._state.check_turns()
-            return await generate_turn(self, drawn, sampling.get("seed"), stop_strings)
+        self.check_turns()
+        return await generate_turn(self, drawn, sampling.get("seed"), stop_strings)
 
     async def generate_ids(
         self,
@@ -206,8 +205,7 @@ class AgentContext(Conversation):
             is_answer = self._history.unanswered_ids is not None
             self._observe_soon(ids[length:])
             self._user_turns += is_answer
-        with self._noting_limits():
-            await generate_turn(self, drawn)
+        await generate_turn(self, drawn)
         *_, span = self.transcript.generated_spans()
         return SampledTokens(
             ids=self.transcript.span_ids(span),

@@ -63,11 +63,11 @@ class Conversation:
         self._history = history or History(Row(Transcript(), MAIN), self._renderer.reader)
         self._identity = identity or state.identity
         self._session_id = self._identity.session_id
-        self._opened: list[Self] = []
+        self._opened: tuple[Self, ...] = ()
         self._opened_count = 0  # with those whose opening failed
         self._turn_began: float | None = None  # by the time of the trajectory's limit
         self._generation: Generation | None = None  # under way
-        self._unsettled: list[Observation] = []  # observations still to be encoded
+        self._unsettled: tuple[Observation, ...] = ()  # observations still to be encoded
         self._is_closed = False
         self._ends_at_lengths = self.is_main  # else a length is for its agent to judge
         self._reserved_tokens = self._known_tokens = 0
@@ -282,7 +282,7 @@ class Conversation:
         opened = self._make(history, identity, self._renderer, self._group_id or self._session_id)
         if messages is not None:
             await opened.answer(messages, is_ordered=is_ordered)
-        self._opened.append(opened)
+        self._opened += (opened,)
         return opened
 
     async def subagent(
@@ -317,7 +317,7 @@ class Conversation:
         history = History(row, renderer.reader)
         history.begin(rendered, renderer.prompt_room)
         opened = self._make(history, identity, renderer)
-        self._opened.append(opened)
+        self._opened += (opened,)
         return opened
 
     def _find_renderer(self, tools: Schemas | None) -> Renderer:
@@ -478,13 +478,15 @@ class Conversation:
         """A limit that fires in the block settles the outcome, even where an agent swallows it."""
         try:
             yield
-        except LimitExceeded as error:
-            if self._ends_at_lengths or error.outcome is not Outcome.LENGTH:
-                self._state.end(error.outcome, error.reason, limit_source=error.source)
+        except (LimitExceeded, UnresponsiveError) as error:
+            self._note_limit(error)
             raise
-        except UnresponsiveError:
+
+    def _note_limit(self, error: LimitExceeded | UnresponsiveError) -> None:
+        if isinstance(error, UnresponsiveError):
             self._state.end(Outcome.FAILED, UNRESPONSIVE)
-            raise
+        elif self._ends_at_lengths or error.outcome is not Outcome.LENGTH:
+            self._state.end(error.outcome, error.reason, limit_source=error.source)
 
     def _check_idle(self, what: str, *, is_begun: bool = True) -> None:
         if self._is_closed and is_begun:
@@ -509,14 +511,14 @@ class Conversation:
             try:
                 await self._observe(self._unsettled[0])
             except Exception:  # it is refused; what a cancellation interrupts is settled later
-                del self._unsettled[0]
+                self._unsettled = self._unsettled[1:]
                 raise
-            del self._unsettled[0]
+            self._unsettled = self._unsettled[1:]
 
     def _observe_soon(self, observation: Observation) -> None:
         """Append an observation; one that is slow to render is left for `_settle`."""
         if self._unsettled or self._renderer.is_slow(observation):
-            self._unsettled.append(observation)
+            self._unsettled += (observation,)
             return
         with self._noting_limits():
             rendered = self._renderer.render_now(

@@ -11,8 +11,9 @@ from rollout.agents.ending import Ending
 from rollout.agents.prompt_sampling import warn_of_truncation
 from rollout.agents.rendering import NO_ROOM_AGAIN, make_length_error
 from rollout.agents.turn_log import make_calls_question
+from rollout.containment import UnresponsiveError
 from rollout.engine.pool.generation import Generation
-from rollout.errors import EngineError
+from rollout.errors import EngineError, LimitExceeded
 from rollout.observe.events import TurnEnded, TurnStarted
 from rollout.tools import ToolResult
 from rollout.tools.calls import CallEvents
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from rollout.types import InvalidToolCall, ToolCall
 
     Calls = Sequence[ToolCall | InvalidToolCall]
+
+_NO_SCOPE = nullcontext()
 
 
 async def generate_turn(
@@ -48,11 +51,10 @@ async def generate_turn(
         stop: Ends it before the model does.
     """
     state, number = conversation._state, conversation._assistant_turns
-    is_seeded = seed is not None
+    readers = (*conversation.on_tokens, *(() if stop is None else (stop,)))
+    generation = conversation._generation = Generation(readers, is_seeded=seed is not None)
     if seed is None:
         seed = conversation._identity.seed_of_turn(number)
-    readers = (*conversation.on_tokens, *(() if stop is None else (stop,)))
-    generation = conversation._generation = Generation(readers, is_seeded=is_seeded)
     state.generations += 1  # now, since several conversations may generate at once
     try:
         await conversation._settle()
@@ -67,6 +69,9 @@ async def generate_turn(
             state.services.tally.turns_with_tools += 1
             state.services.tally.turns_with_calls += bool(turn.calls)
         return turn
+    except (LimitExceeded, UnresponsiveError) as error:
+        conversation._note_limit(error)
+        raise
     finally:
         conversation._generation = None
         state.generations -= conversation._assistant_turns == number  # no token came
@@ -89,7 +94,7 @@ async def _sample(
     conversation._turn_began = state.limit.own_time()
     limit = _open_limit(conversation)
     try:
-        with limit, nullcontext() if stop is None else stop.scope:
+        with limit, _NO_SCOPE if stop is None else stop.scope:
             if conversation.history != "append_only":
                 await _render_again(conversation)
             sampling = _bound_sampling(conversation, sampling, generation, seed)
@@ -101,17 +106,14 @@ async def _sample(
             if generation.finish_reason == "abort" and (stop is None or stop.kept is None):
                 if limit.is_over:
                     raise limit.deadline.error()  # the engine kept it before we could
-                what = f"{conversation.session_id}: the engine aborted the generation"
-                raise EngineError(what)
+                raise EngineError(f"{conversation.session_id}: the engine aborted the generation")
         is_whole = True
         if recalled_s is not None:
             state.generation_s += recalled_s
         elif log is not None:
-            turn, ended = (
-                (conversation.session_id, conversation._assistant_turns),
-                state.limit.now(),
-            )
-            is_noted = log.note_turn(prefix, seed, turn, generation, ended - started)
+            turn = conversation.session_id, conversation._assistant_turns
+            seconds = state.limit.now() - started
+            is_noted = log.note_turn(prefix, seed, turn, generation, seconds)
     finally:
         generation.kept = None if stop is None else stop.kept
         has_begun = _append_sampled(conversation, generation, limit, started, seed)
@@ -145,9 +147,8 @@ def _append_sampled(
     """Append and count what of a generation has arrived; return whether anything has."""
     state = conversation._state
     now = state.idle_since = state.limit.now()
-    before = None
-    if state.services.media.placeholders:
-        before = state.services.media.find_placeholder(generation)
+    media = state.services.media
+    before = media.find_placeholder(generation) if media.placeholders else None
     if before is not None and (generation.kept is None or before < generation.kept):
         state.sampled_placeholders += 1
         generation.kept = before
@@ -316,8 +317,7 @@ async def answer_calls(conversation: Conversation, calls: Calls) -> list[ToolRes
     if sandbox is not None and sandbox.failure is not None:
         raise type(sandbox.failure)(str(sandbox.failure)) from sandbox.failure
     state.tool_rewards += [r.reward for r in results if r.reward is not None]
-    errors = state.count_errors(results, conversation._errors_in_a_row)
-    conversation._errors_in_a_row = errors
+    conversation._errors_in_a_row = state.count_errors(results, conversation._errors_in_a_row)
     return results
 
 

@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rollout.batch.rollout_batch import RolloutBatch
 
 logger = logging.getLogger("rollout")
@@ -62,15 +60,13 @@ def group_relative(
     Every segment of a trajectory gets its value; rows that are not trainable, or of unknown reward,
     get 0.0. For the arguments see the module.
     """
-
-    def compare(rewards: list[float]) -> list[float]:
-        values = _center(rewards)
-        variance = math.fsum(value * value for value in values) / max(len(values) - 1, 1)
-        scale = math.sqrt(variance) + epsilon if divide_by_std else 1.0
-        return [value and value / scale for value in values]  # 0.0 also where the scale is 0
-
     counted = _Counted(rewards, groups, trainable, trajectories, hint="group_relative")
-    return counted.spread(compare)
+    values = counted.center()
+    if divide_by_std:
+        others = (counted.sizes - 1).clamp(min=1)
+        deviation = (counted.sum_groups(values**2) / others).sqrt()
+        values = (values / (deviation + epsilon)[counted.groups]).nan_to_num(0.0)  # 0 / 0
+    return counted.spread(values)
 
 
 def leave_one_out(
@@ -90,13 +86,9 @@ def leave_one_out(
     arXiv:2402.14740. The baseline does not depend on what it is subtracted from, so the gradient
     stays unbiased. Where n = 1 there is no baseline: 0.0. The rest is as with `group_relative`.
     """
-
-    def compare(rewards: list[float]) -> list[float]:
-        scale = len(rewards) / max(len(rewards) - 1, 1)
-        return [value * scale for value in _center(rewards)]
-
     counted = _Counted(rewards, groups, trainable, trajectories, hint="leave_one_out")
-    return counted.spread(compare)
+    scale = counted.sizes / (counted.sizes - 1).clamp(min=1)
+    return counted.spread(counted.center() * scale[counted.groups])
 
 
 def pass_at_k(
@@ -128,11 +120,9 @@ def pass_at_k(
         ValueError: `k` is no count, or no group has so many trajectories that count.
     """
     counted = _Counted(rewards, groups, trainable, trajectories)
-    lowest, chances = counted.round(threshold), []
-    for each in counted.list_large(k):
-        failed = sum(reward < lowest for reward in each)
-        chances.append(1.0 - math.comb(failed, k) / math.comb(len(each), k))
-    return sum(chances) / len(chances)
+    large = counted.sum_large(counted.rewards < threshold, k)
+    estimates = [1.0 - math.comb(int(failed), k) / math.comb(n, k) for n, failed in large]
+    return sum(estimates) / len(estimates)
 
 
 def mean_at_k(
@@ -149,92 +139,92 @@ def mean_at_k(
     no difference to the expectation. Args and Raises: As `pass_at_k`.
     """
     counted = _Counted(rewards, groups, trainable, trajectories)
-    large = counted.list_large(k)
-    return sum(math.fsum(rewards) / len(rewards) for rewards in large) / len(large)
+    large = counted.sum_large(counted.rewards, k)
+    return sum(total / n for n, total in large) / len(large)
 
 
 class _Counted:
-    """The rewards of the trajectories that count, by group.
+    """The N trajectories that count, of G groups, and which rows are theirs; on the CPU.
 
     Args:
         rewards, groups, trainable, trajectories: See the module.
         hint: Names the function that says once where no row has a reward.
+
+    Attributes:
+        rewards: (N,) in the type that they came in.
+        groups: (N,) the number of each one's group, from 0.
+        sizes: (G,) how many count in each group.
+        rows: (B,) the number of each row's trajectory; N where the row does not count.
     """
 
     def __init__(
         self, rewards: Any, groups: Any, trainable: Any, trajectories: Any, hint: str = ""
     ) -> None:
-        columns = {"groups": groups, "trainable": trainable, "trajectories": trajectories}
-        columns = {name: value for name, value in columns.items() if value is not None}
+        others = {"groups": groups, "trainable": trainable, "trajectories": trajectories}
+        others = {name: value for name, value in others.items() if value is not None}
         if not isinstance(rewards, torch.Tensor) and hasattr(rewards, "tensors"):
-            if columns:
-                names = ", ".join(columns)
+            if others:
+                names = ", ".join(others)
                 raise ValueError(f"{names}: expected nothing beside a batch, which has them")
-            columns, rewards = _read_batch(rewards), rewards.tensors["rewards"]
+            others, rewards = _read_batch(rewards), rewards.tensors["rewards"]
         elif groups is None:
             raise ValueError("groups = None: expected (B,) groups beside rewards that are no batch")
         self._device = torch.as_tensor(rewards).device
-        tensors = _check_tensors({"rewards": rewards, **columns})
-        self._dtype = tensors["rewards"].dtype
-        if hint and hint not in _hinted and len(rewards) and tensors["rewards"].isnan().all():
+        tensors = _check_tensors({"rewards": rewards, **others})
+        values = tensors["rewards"]
+        if hint and hint not in _hinted and len(values) and bool(values.isnan().all()):
             _hinted.add(hint)
-            logger.warning(_UNREWARDED, hint, len(rewards))
-        self._groups: dict[Any, dict[Any, float]] = {}
-        self._rows: list[Any] = []  # the group and the trajectory of each row that counts
-        keys = ("rewards", "trainable", "groups", "trajectories")
-        listed = (tensors[key].tolist() for key in keys)
-        for reward, is_trainable, *row in zip(*listed, strict=True):
-            is_counted = is_trainable and not math.isnan(reward)
-            self._rows.append(tuple(row) if is_counted else None)
-            if is_counted:
-                self._groups.setdefault(row[0], {}).setdefault(row[1], reward)
+            logger.warning(_UNREWARDED, hint, len(values))
+        counted = (tensors["trainable"].bool() & ~values.isnan()).nonzero().flatten()
+        numbers = (tensors["groups"], tensors["trajectories"])
+        keys = torch.stack([torch.unique(each, return_inverse=True)[1] for each in numbers])
+        pairs, own = torch.unique(keys[:, counted], dim=1, return_inverse=True)
+        found = torch.unique(pairs[0], return_inverse=True, return_counts=True)
+        self.groups: torch.Tensor = found[1]
+        self.sizes: torch.Tensor = found[2]
+        count = len(self.groups)
+        self.rows: torch.Tensor = own.new_full(values.shape, count).index_copy(0, counted, own)
+        first = own.new_full((count,), len(values)).scatter_reduce(0, own, counted, "amin")
+        self.rewards: torch.Tensor = values[first]
 
-    def round(self, value: float) -> float:
-        """A number as the type of the rewards has it."""
-        is_float = self._dtype.is_floating_point
-        return torch.tensor(value, dtype=self._dtype, device="cpu").item() if is_float else value
+    def sum_groups(self, values: torch.Tensor) -> torch.Tensor:
+        """(G,) float64: the sum over each group."""
+        sums = self.sizes.new_zeros(self.sizes.shape, dtype=torch.float64)
+        return sums.index_add(0, self.groups, values.double())
 
-    def spread(self, compare: Callable[[list[float]], list[float]]) -> torch.Tensor:
-        """(B,) float32: each trajectory's value on its rows; 0.0 on rows that do not count.
+    def center(self) -> torch.Tensor:
+        """(N,) float64: the rewards less their group's mean: exactly 0 where all are the same."""
+        rewards = self.rewards.double()
+        least = rewards.new_full(self.sizes.shape, torch.inf)
+        rewards = rewards - least.scatter_reduce(0, self.groups, rewards, "amin")[self.groups]
+        return rewards - (self.sum_groups(rewards) / self.sizes)[self.groups]
 
-        Args:
-            compare: Makes of the rewards of a group the value of each.
-        """
-        values = {
-            (group, trajectory): value
-            for group, members in self._groups.items()
-            for trajectory, value in zip(members, compare(list(members.values())), strict=True)
-        }
-        listed = [values.get(row, 0.0) for row in self._rows]
-        return torch.tensor(listed, dtype=torch.float32, device=self._device)
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """(B,) float32: each trajectory's value on its rows; 0.0 on rows that do not count."""
+        return torch.cat([values, values.new_zeros(1)])[self.rows].float().to(self._device)
 
-    def list_large(self, k: Any) -> list[list[float]]:
-        """The rewards of each group of k or more; a ValueError where there is none."""
+    def sum_large(self, values: torch.Tensor, k: Any) -> list[tuple[int, float]]:
+        """Size and sum of each group of k or more; a ValueError where there is none."""
         if not isinstance(k, Integral) or isinstance(k, bool) or k < 1:
             raise ValueError(f"k = {k!r}: expected an integer ≥ 1")
-        rewards = [list(members.values()) for members in self._groups.values()]
-        if large := [each for each in rewards if len(each) >= k]:
-            return large
-        raise ValueError(
-            f"k = {k}: no group has so many trajectories of known reward, the largest has "
-            f"{max(map(len, rewards), default=0)}"
-        )
-
-
-def _center(rewards: list[float]) -> list[float]:
-    """The rewards less their mean: exactly 0 where all are the same."""
-    least = min(rewards)
-    mean = math.fsum(reward - least for reward in rewards) / len(rewards)
-    return [reward - least - mean for reward in rewards]
+        sizes, sums = self.sizes.tolist(), self.sum_groups(values).tolist()
+        large = [(size, total) for size, total in zip(sizes, sums, strict=True) if size >= k]
+        if not large:
+            raise ValueError(
+                f"k = {k}: no group has so many trajectories of known reward, the largest has "
+                f"{max(sizes, default=0)}"
+            )
+        return large
 
 
 def _check_tensors(values: dict[str, Any]) -> dict[str, torch.Tensor]:
     """On the CPU, whatever torch's default device is; those that were left out too."""
     tensors = {name: torch.as_tensor(each).detach().cpu() for name, each in values.items()}
     rewards = tensors["rewards"]
-    tensors.setdefault("trainable", torch.ones_like(rewards, dtype=torch.bool))
-    tensors.setdefault("trajectories", torch.arange(rewards.numel(), device="cpu"))
-    if any(tensor.shape != (rewards.numel(),) for tensor in tensors.values()):
+    count = rewards.numel()
+    tensors.setdefault("trainable", rewards.new_ones(count, dtype=torch.bool))
+    tensors.setdefault("trajectories", torch.arange(count, device="cpu"))
+    if any(tensor.shape != (count,) for tensor in tensors.values()):
         shapes = ", ".join(f"{name} {tuple(each.shape)}" for name, each in tensors.items())
         raise ValueError(f"expected tensors of one shape (B,), got {shapes}")
     for row in rewards.isinf().nonzero().flatten().tolist():

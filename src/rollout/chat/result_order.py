@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollout.errors import TemplateError
-from rollout.types import Message, ToolCall
+
+if TYPE_CHECKING:
+    from rollout.types import Message
 
 
 class MessageIds(NamedTuple):
@@ -30,25 +32,16 @@ class MessageIds(NamedTuple):
 
 def message_ids(message: object) -> MessageIds:
     """Those of a `Message`, or of a mapping; of anything else, none."""
-    role: Any
-    calls: Any
-    if isinstance(message, Message):
-        role, calls, answers = message.role, message.tool_calls, message.tool_call_id
-    elif isinstance(message, Mapping):
-        role, calls, answers = map(message.get, ("role", "tool_calls", "tool_call_id"))
-    else:
-        return MessageIds("")
+    role, calls, answers = (_read(message, name) for name in ("role", "tool_calls", "tool_call_id"))
     if role != "assistant":
         return MessageIds(str(role), (), str(answers or "") if role == "tool" else "")
     if not isinstance(calls, Iterable) or isinstance(calls, str | bytes | Mapping):
         calls = ()  # what is no list of calls is refused where it is converted
-    return MessageIds(role, tuple(map(_call_id, calls)))
+    return MessageIds(role, tuple(str(_read(call, "id") or "") for call in calls))
 
 
-def _call_id(call: object) -> str:
-    if isinstance(call, ToolCall):
-        return call.id
-    return str(call.get("id") or "") if isinstance(call, Mapping) else ""
+def _read(value: object, name: str) -> Any:
+    return value.get(name, "") if isinstance(value, Mapping) else getattr(value, name, "")
 
 
 def order_messages(messages: list[Message]) -> list[Message]:

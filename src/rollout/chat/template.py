@@ -193,14 +193,6 @@ class ChatTemplate:
             ids = ids[self._continuations.past(ids, turn_end, after) :]
         return ids, opens
 
-    def opens_reasoning_after(self, messages: Iterable[Message | Mapping[str, Any]]) -> bool:
-        """Whether the turn after an observation of `messages` begins inside reasoning.
-
-        Raises:
-            TemplateError: As `observation_ids`.
-        """
-        return self.observe(messages, after=None)[1]
-
     def drift(
         self,
         transcript: Transcript,

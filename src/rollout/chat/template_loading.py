@@ -79,10 +79,6 @@ def read_template(path: str | None, tokenizer: PreTrainedTokenizerBase) -> str |
     return source
 
 
-#: What the names of a tokenizer's files hold.
-_FILE_NAMES = ("token", "vocab", "merges", ".model", ".gguf")
-
-
 def load_tokenizer(
     model: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
@@ -114,4 +110,5 @@ def load_tokenizer(
 
 def holds_tokenizer(folder: Path) -> bool:
     """Whether a directory has files that are a tokenizer's by their names."""
-    return any(name in file.name for file in folder.iterdir() for name in _FILE_NAMES)
+    parts = ("token", "vocab", "merges", ".model", ".gguf")
+    return any(part in file.name for file in folder.iterdir() for part in parts)

@@ -8,7 +8,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
 #: Bytes that byte-level vocabularies write as themselves; the others, in their order, are written
 #: as U+0100 and up.
@@ -66,6 +66,14 @@ def copy_tokenizer(backend: Any) -> Any:
         own.no_truncation()
         own.no_padding()
     return own
+
+
+def make_plain_tokenizer(backend: Any, specials: Iterable[str]) -> Any:
+    """A copy that reads `specials`, added tokens of it, as text."""
+    plain = copy_tokenizer(backend)
+    plain.add_special_tokens(list(specials))  # known already: they become special, ids stay
+    plain.encode_special_tokens = True
+    return plain
 
 
 def can_be_split(backend: Any) -> bool:

@@ -60,21 +60,21 @@ class Segment(msgspec.Struct, kw_only=True):
 
 
 class TrajectoryFacts(msgspec.Struct, kw_only=True):
-    """What a `Trajectory`, its record and its rows in a batch have in the same form."""
+    """What a `Trajectory`, its record and its rows in a batch have; records lack none of it."""
 
     uid: str
     group: int
     member: int
-    num_turns: int = 1
+    num_turns: int
     outcome: Outcome
-    reason: str = ""
-    limit_source: str | None = None
-    trainable: bool = True
-    reward: float | None = None
-    turn_scores: list[float] = []
-    tool_rewards: list[float] = []
-    metrics: dict[str, float | int] = {}  # whole numbers take less memory
-    extra: dict[str, Any] = {}
+    reason: str
+    limit_source: str | None
+    trainable: bool
+    reward: float | None
+    turn_scores: list[float]
+    tool_rewards: list[float]
+    metrics: dict[str, float | int]  # whole numbers take less memory
+    extra: dict[str, Any]
 
 
 class Trajectory(TrajectoryFacts, kw_only=True, weakref=True):
@@ -108,6 +108,15 @@ class Trajectory(TrajectoryFacts, kw_only=True, weakref=True):
         messages: The whole conversation as the agent and its tools saw it; decoded as it is read.
     """
 
+    num_turns: int = 1
+    reason: str = ""
+    limit_source: str | None = None
+    trainable: bool = True
+    reward: float | None = None
+    turn_scores: list[float] = []
+    tool_rewards: list[float] = []
+    metrics: dict[str, float | int] = {}
+    extra: dict[str, Any] = {}
     transcript: Transcript = None  # type: ignore[assignment]  # that of the segments
     cause: Cause | None = None
     prompt: Prompt = None  # type: ignore[assignment]  # of records without one

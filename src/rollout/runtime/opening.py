@@ -15,7 +15,6 @@ from rollout.agents.media_intake import MediaFetcher, MediaIntake
 from rollout.agents.prompt_sampling import make_sampling
 from rollout.agents.services import Services
 from rollout.chat import get_tool_parser, tool_parser_names
-from rollout.chat.parsers import stop_token_ids
 from rollout.config import RolloutConfig
 from rollout.containment import open_containment
 from rollout.engine.cores.checks import find_sampling_fault
@@ -356,4 +355,5 @@ def make_executor(
 
 def list_stop_tokens(template: ChatTemplate, parser: ToolParser) -> tuple[int, ...]:
     """The ids that end a turn, in the template or in the tool-call format."""
-    return tuple(sorted({*template.stop_token_ids, *stop_token_ids(parser, template.tokenizer)}))
+    of_format = template.token_ids(getattr(parser, "stop_tokens", ()))
+    return tuple(sorted({*template.stop_token_ids, *of_format}))

@@ -79,7 +79,7 @@ class PromptSource:
         self._wanted.set()
         if self._task is not None:
             self._task.cancel()  # it closes the iterator
-        else:
+        if self._task is None or not self._is_async:  # else it may be open until the end
             self.data = ()
 
     async def _run_task(self) -> None:
@@ -103,9 +103,9 @@ class PromptSource:
             try:
                 while not self.is_over:
                     await self._pull()
-                    # A scope that the source has open may be cancelled meanwhile, as by a task of
+                    # A scope that an async one has open may be cancelled meanwhile, as by a task of
                     # its own that failed: the source meets that at its next pull.
-                    with anyio.CancelScope(shield=True):
+                    with anyio.CancelScope(shield=self._is_async):
                         while not (self.is_pulling or self.is_over):
                             await self._wanted.wait()
                             self._wanted = anyio.Event()

@@ -60,6 +60,8 @@ logger = logging.getLogger("rollout.scheduling")
 
 #: Reasons of failures of an engine or a sandbox, even where they passed through the agent's code.
 ENGINE, SANDBOX = "engine", "sandbox"
+#: Of the attempts before the first.
+_NO_COUNTS: Mapping[str, float] = {}
 
 
 def limit_trajectory(limits: LimitsConfig, prompt: Prompt) -> Deadline:
@@ -104,8 +106,8 @@ class TrajectoryRun:
         self.code: Contained[None]
         self.cause: Cause | None = None
         self.stuck: tuple[UnresponsiveError, ...] = ()
-        self.restarts: list[str] = []
-        self.counts: Mapping[str, float] = {}
+        self.restarts: tuple[str, ...] = ()
+        self.counts = _NO_COUNTS
 
     @property
     def unresponsive(self) -> UnresponsiveError | None:
@@ -126,7 +128,7 @@ class TrajectoryRun:
     def begin_again(self) -> None:
         """Begin another attempt, from the start; the tokens of this one are discarded."""
         self.counts = _sum_counts(self, discarded_tokens=self.tokens)
-        self.restarts += self.context.state.restarts
+        self.restarts += tuple(self.context.state.restarts)
         self.attempt += 1
         self.cause, self.stuck = None, ()
 
@@ -232,6 +234,8 @@ async def _run_agent(services: Services, run: TrajectoryRun, agent: Registered) 
     finally:
         run.clock.release()
         member.running, member.concluding_since = None, run.containment.clock()
+        for name in [each for each in vars(context) if hasattr(AgentContext, each)]:
+            delattr(context, name)  # the agent has put something in the place of a method
         if run.code.error is not None:
             run.cause = _settle_failure(context, run.code.error)
         await _close(run)

@@ -74,9 +74,8 @@ def calculate(expression: str) -> Number:
     Operators: ``+ - * / // % **`` and parentheses, also written ``× · ÷ −`` and, for power, ``^``.
     Integers stay exact, also through ``/`` where it leaves no rest.
 
-    Raises:
-        ValueError: It is none, divides by zero, has no real value, is nested too deep for Python,
-            or passes a bound: 1000 characters, integers of 4096 bits.
+    A `ValueError` where it is none, divides by zero, has no real value, is nested too deep for
+    Python, or passes a bound: 1000 characters, integers of 4096 bits.
     """
     if (size := len(expression)) > MAX_EXPRESSION:
         raise ValueError(f"the expression has {size} characters; at most {MAX_EXPRESSION}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import anyio
 import msgspec
 
-from rollout.containment import Contained, containment_here
+from rollout.containment import Contained, UnresponsiveError, containment_here
 from rollout.errors import ToolError
 from rollout.limits import Limit, call_limit
 from rollout.observe.event_stream import EventStream
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from rollout.observe.tally import Tally
     from rollout.tools.tool import Tool
+
+    Execute = Callable[[], Awaitable[ToolResult]]
 
 logger = logging.getLogger("rollout")
 T = TypeVar("T")
@@ -88,37 +90,49 @@ class Call(msgspec.Struct, eq=False, gc=False):
 
 
 async def attempt(
-    action: Callable[[], Awaitable[T]], *, limit: Limit, what: str, code: Contained[T] | None = None
+    action: Callable[[], Awaitable[T]],
+    *,
+    limit: Limit,
+    what: str,
+    code: Contained[T] | None = None,
+    tally: Tally | None = None,
 ) -> T:
     """Await what `action` returns; it runs in a task of its own.
 
     It runs within `limit`, by `code` or another one; `what` names it, also where the loop blocks.
+    With a `tally`, which counts it, code that does not end is a `ToolError` like any other.
 
     Raises:
         ToolError: It raised anything but KeyboardInterrupt, which is raised as itself; or `limit`
             was over, and it was cancelled. The text is for the model; its cause is what it raised.
         LimitExceeded: So was a limit around `limit`.
-        UnresponsiveError: It was cancelled, and did not end.
+        UnresponsiveError: It was cancelled and did not end, nor does what waits for it continue.
     """
     async with containment_here() as containment:
         code = code or Contained(containment, what, what)
-        code.what = what
+        code.what, code.ends_alone = what, tally is not None
         limit.govern(code.scope)
         token = call_limit.set(limit)
         try:
             await code.run(action)
+        except UnresponsiveError as given_up:
+            if tally is None or not code.ends_alone:
+                raise
+            tally.unresponsive += 1
+            logger.warning("%s", given_up)
         finally:
             call_limit.reset(token)
             limit.release()
-    error = code.error
-    if error is None and not code.was_cancelled:
+    error, stopped = code.error, code.unresponsive
+    if error is None and stopped is None and not code.was_cancelled:
         return cast("T", code.value)
     if error is not None and (interrupt := find_exception(error, KeyboardInterrupt)):
         raise interrupt
     if limit.is_over and (error is None or code.scope.cancel_called):
         if limit.is_outer_over:
             raise limit.deadline.error()
-        raise ToolError(f"timed out after {limit.deadline.seconds:g} s ({limit.deadline.source})")
+        late = f"timed out after {limit.deadline.seconds:g} s ({limit.deadline.source})"
+        raise ToolError(late) from stopped
     if error is None:
         raise ToolError(f"{code.what} was cancelled: the runtime is closing")
     raise ToolError(describe_error(error)) from find_exception(error) or error
@@ -139,9 +153,7 @@ class ToolGate:
         self._cache: dict[bytes, ToolResult] = {}  # the result used longest ago first
         self._failures, self._last_failure, self._refuses_until = 0, "", -math.inf
 
-    async def answer(
-        self, execute: Callable[[], Awaitable[ToolResult]], key: object, turn: Limit, what: str
-    ) -> ToolResult:
+    async def answer(self, execute: Execute, key: object, turn: Limit, what: str) -> ToolResult:
         """Return the cached result of a call, or that of its last try, which may have failed.
 
         `execute` makes the call `what`, whose result is cached by `key`. The call's own limit lies
@@ -164,9 +176,7 @@ class ToolGate:
                 del self._cache[next(iter(self._cache))]
         return result
 
-    async def _try(
-        self, execute: Callable[[], Awaitable[ToolResult]], turn: Limit, what: str
-    ) -> ToolResult:
+    async def _try(self, execute: Execute, turn: Limit, what: str) -> ToolResult:
         """Make a call until it fails otherwise than in passing, or there is no time for a retry."""
         policy, limit, tries = self._policy, None, 0
         while True:
@@ -174,7 +184,7 @@ class ToolGate:
             try:
                 async with self._take_slot() if self.has_queue else nullcontext():
                     limit = limit or turn.open(self._call_s, self._source)
-                    return await attempt(execute, limit=limit, what=what)
+                    return await attempt(execute, limit=limit, what=what, tally=self._tally)
             except ToolError as error:
                 cause, pause_s = error.__cause__, policy.backoff_s * 2 ** (tries - 1)
                 has_time = limit and anyio.current_time() + pause_s < limit.deadline.at

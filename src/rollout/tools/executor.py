@@ -221,8 +221,7 @@ class TrajectoryTools:
 
     def has_open_sessions(self) -> bool:
         """Whether a tool is open that may hold something: plain functions hold nothing."""
-        tools = [self._gates[name].tool for name in self._opened]
-        return not all(isinstance(tool, FunctionTool) for tool in tools)
+        return any(not isinstance(self._gates[name].tool, FunctionTool) for name in self._opened)
 
     def find_stateful(self, calls: Sequence[ToolCall | InvalidToolCall]) -> list[str]:
         """Names of the tools among those called whose answers depend on the calls before them."""
@@ -418,7 +417,8 @@ class TrajectoryTools:
                     limit, containment = outer.open(tool_s, "limits.tool_s"), current_containment()
                     code = None if containment is None else Contained[None](containment, what, what)
                     open_session = partial(self._open_session, tool, context, limit, code)
-                    await attempt(open_session, limit=limit, what=what, code=code)
+                    tally = self._executor._tally
+                    await attempt(open_session, limit=limit, what=what, code=code, tally=tally)
         except LimitExceeded:
             raise
         except Exception as error:

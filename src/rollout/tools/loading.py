@@ -45,7 +45,5 @@ def find_tools(module: ModuleType) -> list[Tool | ToolProvider]:
     functions = _import_reader("find_functions")(module) if "verl" in sys.modules else ()
     if found := [*tools.values(), *functions]:
         return found
-    raise ToolError(
-        "no tools; expected functions decorated with @rollout.function_tool, or Tool objects, at "
-        "the top level of the file"
-    )
+    expected = "functions decorated with @rollout.function_tool, or Tool objects"
+    raise ToolError(f"no tools; expected {expected}, at the top level of the file")

@@ -70,9 +70,8 @@ async def connect_mcp(
             again: more than the longest call of a server that is silent meanwhile. None: no pings.
         max_answer_bytes: Longest answer that is kept; an error takes the place of a longer one.
 
-    Raises:
-        ToolError: The extra is missing, an argument is wrong, or the server does not answer in
-            time, or lacks a tool.
+    A `ToolError` where the extra is missing, an argument is wrong, the server does not answer in
+    time, or lacks a tool.
     """
     alone = Annotated[int, Rule("1 with per_trajectory = True", lambda count: count == 1)]
     check_options(

@@ -224,10 +224,9 @@ async def open_stdio(
     to_send, from_client = anyio.create_memory_object_stream[Any](0)
 
     async def read() -> None:
-        buffered = BufferedByteReceiveStream(stdout)
+        buffered, most = BufferedByteReceiveStream(stdout), max(MAX_LINE, max_bytes)
         with to_client, suppress(*_GONE, anyio.DelimiterNotFound):
             while True:
-                most = max(MAX_LINE, max_bytes)
                 line = bound_line(await buffered.receive_until(b"\n", most), max_bytes)
                 try:
                     found = mcp_types.jsonrpc_message_adapter.validate_json(line, by_name=False)

@@ -230,8 +230,7 @@ def truncate_text(
             the methods ``encode(text, add_special_tokens=...)`` and ``decode(ids)``.
         convention: "seed" swaps "left" and "right", as verl names them: after the side kept.
 
-    Raises:
-        ValueError: An argument is none of the above.
+    A `ValueError` where an argument is none of the above.
     """
     for name, value, choices in (
         ("side", side, ("left", "right", "middle")),

@@ -6,7 +6,6 @@ from rollout.chat.parsers.registry import (
     ToolParser,
     get_tool_parser,
     register_tool_parser,
-    stop_token_ids,
     tool_parser_names,
 )
 
@@ -20,6 +19,5 @@ __all__ = [
     "markup",
     "pythonic",
     "register_tool_parser",
-    "stop_token_ids",
     "tool_parser_names",
 ]

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from rollout.errors import ConfigError
 from rollout.types import InvalidToolCall, ToolCall
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 #: Tokens with which models end a turn.
 END_TOKENS = (
@@ -102,12 +99,6 @@ def get_tool_parser(name: str) -> ToolParser:
 def tool_parser_names() -> tuple[str, ...]:
     """The names of all registered formats, sorted."""
     return tuple(sorted(_FACTORIES))
-
-
-def stop_token_ids(parser: ToolParser, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Ids of the parser's `stop_tokens`; tokens that `tokenizer` lacks are left out."""
-    known = {str(token): token_id for token_id, token in tokenizer.added_tokens_decoder.items()}
-    return tuple(known[token] for token in getattr(parser, "stop_tokens", ()) if token in known)
 
 
 def read_function(tool: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -176,7 +176,7 @@ class Generation:
     expert_start: int = attrs.field(init=False)
     info: EngineInfo = attrs.field(init=False)
     on_end: Callable[[Generation], None] = attrs.field(init=False)
-    losses: list[Loss] = attrs.Factory(list)
+    losses: tuple[Loss, ...] = ()
     malformed: int = 0
     refused_backoff_s: float = 0.05
     waits_since: float = 0.0

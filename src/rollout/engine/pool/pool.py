@@ -199,7 +199,7 @@ class EnginePool:
 
     # Requests.
 
-    async def generate(self, generation: Generation) -> None:
+    def generate(self, generation: Generation) -> Awaitable[None]:
         """Run one generation to its end, as `Generation.ask` says; it fills as tokens come.
 
         Where its replica is lost it resumes elsewhere, as the policy says. Cancellation keeps in
@@ -216,7 +216,7 @@ class EnginePool:
         if fault:
             raise EngineError(fault)
         generation.set_facts(info)
-        await self._requests.run(generation)
+        return self._requests.run(generation)
 
     async def interrupt_carried(self, clocks: Collection[Clock]) -> None:
         """Cut off the requests of carried trajectories; returns when none is in flight."""

@@ -152,7 +152,7 @@ class RequestRunner:
         self._last_answer_s = last_answer_s
         self._events = events
         self._ids = RequestIds()
-        self._now = loop_clock()
+        self._now, self._on_end = loop_clock(), self.end  # one method for all
         self._pauses = 0
         self._paused_s = 0.0  # of pauses that are over
         self._paused_since = 0.0
@@ -164,7 +164,7 @@ class RequestRunner:
         last answer brings: they have been sampled already.
         """
         avoid: str | None = None
-        request.on_end = self.end
+        request.on_end = self._on_end
         self.active[request] = None
         try:
             while True:
@@ -327,7 +327,7 @@ class RequestRunner:
                 raise request.fail(request.error)
         if request.loss is None:  # malformed, or never sent
             return
-        request.losses.append(request.loss)
+        request.losses += (request.loss,)
         lost, cuts = request.count_losses()
         if lost >= MAX_LOST_PROCESSES - 1 or cuts >= MAX_CUTS:  # it matters what this one is
             await request.loss.settled.wait()
