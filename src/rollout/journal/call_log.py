@@ -94,8 +94,7 @@ class CallLog(RunLog):
 
     def _read_group(self, pull: RecordedPull) -> MemberGroup:
         fields, group = self._index.read(pull.span).fields, pull.group
-        uid = None if group is None else group.uid
-        prompt = read_prompt(fields, uid=uid, media=self._index.contents)
+        prompt = read_prompt(fields, uid=group and group.uid, media=self._index.contents)
         if group is None:  # no member of it began
             return MemberGroup(pull.number, name_prompt(prompt, f"prompt-{pull.number}"))
         version = self._versions.get(group) if pull.delivered_in is None else None
