@@ -166,7 +166,8 @@ class Limit:
         self.clock.governed.pop(self, None)
 
     def __enter__(self) -> Limit:
-        self.govern(scope := anyio.CancelScope())
+        self._end = self._look_ahead()
+        scope = self.clock.governed[self] = anyio.CancelScope(deadline=self._end[0])
         scope.__enter__()
         return self
 

@@ -219,6 +219,8 @@ def render_escaped(
     """
     text = render(messages, tools)
     encoder.refuse_beyond(max_tokens, text)
+    if not encoder.pattern.search("\0".join(_list_texts(messages, tools or ()))):
+        return WrittenText(text)
     word = "rolloutSpecialToken"  # letters, which templates leave as they are
     while word in text:
         word += "a"
@@ -270,3 +272,15 @@ def map_texts(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, Mapping):
         return {map_texts(key, change): map_texts(item, change) for key, item in value.items()}
     return [map_texts(each, change) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _list_texts(*values: object) -> list[str]:
+    texts, waiting = list[str](), list[Any](values)
+    for value in waiting:  # which grows meanwhile
+        is_list = isinstance(value, (list, tuple))
+        for item in value if is_list else (*value, *value.values()):
+            if isinstance(item, str):
+                texts.append(item)
+            elif isinstance(item, (dict, list, tuple, Mapping)):
+                waiting.append(item)
+    return texts
