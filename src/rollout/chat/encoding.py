@@ -144,7 +144,13 @@ class TextEncoder:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens included."""
-        return self._decode(ids.tolist() if isinstance(ids, array) else list(map(int, ids)))
+        listed = ids.tolist() if isinstance(ids, array) else list(map(int, ids))
+        try:
+            return self._decode(listed)
+        except Exception:  # fastokens does not know an id
+            if self._backend is None:
+                raise
+            return str(self._backend.decode(listed, skip_special_tokens=False))
 
     def refuse_beyond(self, max_tokens: int | None, text: str) -> None:
         """Raise where `text` has more than `max_tokens` tokens, were each the longest there is.

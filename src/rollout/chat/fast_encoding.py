@@ -12,7 +12,7 @@ import logging
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 from rollout.chat.tokenizer_parts import make_plain_tokenizer
 from rollout.utf8 import check_encodable
@@ -22,8 +22,6 @@ logger = logging.getLogger("rollout.chat")
 #: Text to ids, packed as int32; and ids to text, special tokens spelled out.
 Encode = Callable[[str], bytes]
 Decode = Callable[[list[int]], str]
-
-T = TypeVar("T")
 
 #: A text of more characters takes so long that it is encoded in a thread, beside the event loop.
 LONG = 16_384
@@ -50,22 +48,21 @@ _STRANGE = tuple("\x00\x1b\u200b\u200d\ufeff\ufffd\uffff\U0010ffff\u0338")
 def make_plain_codec(backend: Any, specials: Iterable[str]) -> tuple[Encode, Decode]:
     """What encodes texts in which none of `specials` is recognised, and what decodes ids.
 
-    All other added tokens are recognised. `backend` is a `tokenizers.Tokenizer`.
+    All other added tokens are recognised. `backend` is a `tokenizers.Tokenizer`. The decoder of
+    `fastokens` raises where it does not know an id.
     """
     plain = make_plain_tokenizer(backend, specials)
-    exact = make_encoder(plain), partial(plain.decode, skip_special_tokens=False)
-    fast = _open_fastokens(plain)
-    return exact if fast is None else (_or_else(fast[0], exact[0]), _or_else(fast[1], exact[1]))
+    exact, fast = make_encoder(plain), _open_fastokens(plain)
+    if fast is None:
+        return exact, partial(plain.decode, skip_special_tokens=False)
 
-
-def _or_else(fast: Callable[[Any], T], exact: Callable[[Any], T]) -> Callable[[Any], T]:
-    def convert(value: Any) -> T:
+    def encode(text: str) -> bytes:
         try:
-            return fast(value)
-        except Exception:  # half of a character, a limit of its regular expressions, no such id
-            return exact(value)
+            return fast[0](text)
+        except Exception:  # half of a character, or a limit of its regular expressions
+            return exact(text)
 
-    return convert
+    return encode, fast[1]
 
 
 def make_encoder(backend: Any) -> Encode:
