@@ -273,9 +273,9 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def _(patch: pytest.MonkeyPatch) -> None:
     real = EnginePool.generate
 
-    async def generate(self: EnginePool, generation: Any, **options: Any) -> None:
-        options["prompt_ids"] = options["prompt_ids"].packed()[:-4]
-        await real(self, generation, **options)
+    async def generate(self: EnginePool, generation: Any) -> None:
+        generation.prompt = generation.prompt.packed()[:-4]
+        await real(self, generation)
 
     patch.setattr(EnginePool, "generate", generate)
 
