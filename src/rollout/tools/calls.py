@@ -134,7 +134,7 @@ async def attempt(
         late = f"timed out after {limit.deadline.seconds:g} s ({limit.deadline.source})"
         raise ToolError(late) from stopped
     if error is None:
-        raise ToolError(f"{code.what} was cancelled: the runtime is closing")
+        raise ToolError(str(stopped or f"{code.what} was cancelled: the runtime is closing"))
     raise ToolError(describe_error(error)) from find_exception(error) or error
 
 
