@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Generator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
@@ -24,6 +24,7 @@ from rollout.wait_places import describe_place, find_frames
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+    from types import FrameType
 
     from anyio.abc import TaskGroup, TaskStatus
 
@@ -91,6 +92,7 @@ class Contained(Generic[T]):
         ends_alone: Set it to let code that waits for this one continue where this one was stopped;
             False afterwards where that was ending too.
         inner: The contained code that it waits for.
+        find_frames_elsewhere: The frames of code in another thread that it waits for.
         since: When it began, on the loop's clock.
         reported: Set when nobody waits for it any more; another one after `pause`.
     """
@@ -104,6 +106,7 @@ class Contained(Generic[T]):
         self.unresponsive: UnresponsiveError | None = None
         self.ends_alone = False
         self.inner: dict[Contained[Any], None] = {}
+        self.find_frames_elsewhere: Callable[[], list[FrameType]] = list
         self._containment, self._activity = containment, activity
         #: When it was cancelled; afresh where code that it waits for was stopped.
         self._cancelled_at = math.inf
@@ -132,7 +135,9 @@ class Contained(Generic[T]):
 
     def place(self) -> str:
         """File and line where the code waits; empty once it has ended."""
-        return "" if self._body is None else describe_place(find_frames(self._body.coroutine))
+        if self._body is None:
+            return ""
+        return describe_place([*find_frames(self._body.coroutine), *self.find_frames_elsewhere()])
 
     async def run(self, function: Callable[[], Awaitable[T]]) -> T | None:
         """Run `function` to its end: `value` is what it returned, `error` what it raised.
@@ -249,6 +254,19 @@ class Contained(Generic[T]):
     async def _park(self) -> None:
         with anyio.CancelScope(shield=True):
             await self._containment.closing.wait()
+
+
+@contextmanager
+def note_where_it_waits(find_frames: Callable[[], list[FrameType]]) -> Iterator[None]:
+    """Have contained code be placed by these frames, of another thread, while it waits here."""
+    code = _around.get()
+    if code is not None:
+        code.find_frames_elsewhere = find_frames
+    try:
+        yield
+    finally:
+        if code is not None:
+            code.find_frames_elsewhere = list
 
 
 class Containment:

@@ -18,9 +18,6 @@ INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 #: Packages that run the code of others, or that this library waits in: their lines explain nothing.
 _LOOPS = {"anyio", "asyncio", "concurrent", "outcome", "sniffio", "trio"}
 _AWAITED = {*_LOOPS, "httpx", "httpcore", "mcp", LIBRARY}
-#: A function that waits for code in another thread holds in a local variable of this name what
-#: gives the frames there.
-_ELSEWHERE = "find_frames_elsewhere"
 
 
 def is_user_frame(frame: FrameType) -> bool:
@@ -58,8 +55,6 @@ def find_frames(coroutine: Any) -> list[FrameType]:
         frame = getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
         if frame is not None:
             frames.append(frame)
-            if is_library_frame(frame) and _ELSEWHERE in frame.f_locals:
-                frames += frame.f_locals[_ELSEWHERE]()
         coroutine = getattr(coroutine, "cr_await", None) or getattr(coroutine, "gi_yieldfrom", None)
     return frames
 

@@ -23,7 +23,7 @@ import anyio.to_thread
 import sniffio
 
 from rollout.bridge import loop_poster, runs_on_trio, settle
-from rollout.containment import enter_containment
+from rollout.containment import enter_containment, note_where_it_waits
 from rollout.errors import ToolError
 from rollout.scopes import release_token
 from rollout.wait_places import find_frames, find_thread_frames
@@ -188,10 +188,9 @@ class WorkerThreads:
                 self.close()
 
         worker.jobs.put(job)
-        with thread_entry.waiting():
-            return await self._wait_for(
-                result, name, patience_s, lambda: find_thread_frames(worker.thread)
-            )
+        where = note_where_it_waits(lambda: find_thread_frames(worker.thread))
+        with thread_entry.waiting(), where:
+            return await self._wait_for(result, name, patience_s)
 
     async def call(
         self, name: str, function: Callable[..., Any], *args: object, backend: str = "native"
@@ -268,13 +267,11 @@ class WorkerThreads:
         # Where anyio runs trio it says so there, and the call would take its loop for trio's.
         context.run(sniffio.current_async_library_cvar.set, "asyncio")
         context.run(asyncio.run_coroutine_threadsafe, call(), loop)
-        return await self._wait_for(
-            result,
-            name,
-            self._cleanup_s if cleanup_s is None else cleanup_s,
-            find_frames_there,
-            stop=lambda: loop.call_soon_threadsafe(tasks[0].cancel),
-        )
+        patience_s = self._cleanup_s if cleanup_s is None else cleanup_s
+        with note_where_it_waits(find_frames_there):
+            return await self._wait_for(
+                result, name, patience_s, lambda: loop.call_soon_threadsafe(tasks[0].cancel)
+            )
 
     def _start_loop(self) -> asyncio.AbstractEventLoop:
         """Start the asyncio thread, whose loop takes calls at once.
@@ -303,7 +300,6 @@ class WorkerThreads:
         call: Future[T],
         name: str,
         patience_s: float,
-        find_frames_elsewhere: Callable[[], list[FrameType]],
         stop: Callable[[], object] = lambda: None,
     ) -> T:
         """What a call in another thread returned or raised.
@@ -312,7 +308,6 @@ class WorkerThreads:
             call: Is done when the code has ended, and cancelled where it need not begin.
             name: Names the code in messages and counts.
             patience_s: How long a caller that is cancelled waits before it abandons the call.
-            find_frames_elsewhere: Gives the frames of the code.
             stop: Cancels the code.
         """
         ended, post = anyio.Event(), loop_poster()
