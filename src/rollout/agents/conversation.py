@@ -470,8 +470,7 @@ class Conversation:
         for waiting in self._unsettled:
             if not isinstance(waiting, array):
                 before += map(message_ids, waiting)
-        order = result_order(ids, before, is_checked=is_checked)
-        return listed if order is None else [listed[at] for at in order]
+        return [listed[at] for at in result_order(ids, before, is_checked=is_checked)]
 
     @contextmanager
     def _noting_limits(self) -> Iterator[None]:

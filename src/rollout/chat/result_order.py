@@ -50,14 +50,13 @@ def order_messages(messages: list[Message]) -> list[Message]:
     Raises:
         TemplateError: As `result_order`.
     """
-    order = result_order([message_ids(message) for message in messages])
-    return messages if order is None else [messages[at] for at in order]
+    return [messages[at] for at in result_order([message_ids(each) for each in messages])]
 
 
 def result_order(
-    messages: Sequence[MessageIds], before: Iterable[MessageIds] = (), *, is_checked: bool = True
-) -> list[int] | None:
-    """The order in which each turn's results are in that of its calls; None: as they are.
+    messages: Sequence[MessageIds], before: Sequence[MessageIds] = (), *, is_checked: bool = True
+) -> list[int]:
+    """The order in which each turn's results are in that of its calls.
 
     Results change places among each other; all else stays.
 
@@ -70,47 +69,47 @@ def result_order(
         TemplateError: Two calls of a turn, or two results, have the same id; a result's is that of
             none of the calls; or a call has no result where others have. Names the id.
     """
-    turn, calls, answered = "the turn before them", tuple[str, ...](), set[str]()
-    for message in before:
-        if message.role == "assistant":
-            calls, answered = message.calls, set()
-        answered.add(message.answers)
-    order, results = list(range(len(messages))), list[int]()
-    for at, message in enumerate((*messages, MessageIds("assistant"))):
-        if message.role != "assistant":
-            results += [at] if message.answers else []
-            continue
-        answers = {each: messages[each].answers for each in results}
-        if is_checked and results:
-            _check_results(turn, calls, answered, answers)
+    order, every = list(range(len(messages))), (*before, *messages)
+    turns = [at for at, message in enumerate(every) if message.role == "assistant"]
+    for start, stop in zip((-1, *turns), (*turns, len(every)), strict=True):
+        at, calls = start - len(before), every[start].calls if start >= 0 else ()
+        results = {  # by their positions, which are negative of those before
+            each - len(before): every[each].answers
+            for each in range(start + 1, stop)
+            if every[each].answers
+        }
+        if is_checked:
+            _check_turn(at, calls, results)
         rank = {call: number for number, call in enumerate(calls)}
-        known = [each for each in results if answers[each] in rank]
-        ordered = sorted(known, key=lambda each: rank[answers[each]])
+        known = [each for each, call in results.items() if each >= 0 and call in rank]
+        ordered = sorted(known, key=lambda each: rank[results[each]])
         for position, each in zip(known, ordered, strict=True):
             order[position] = each
-        turn, calls, answered, results = f"messages[{at}]", message.calls, set(), []
-        doubled = [call for call, count in Counter(calls).items() if call and count > 1]
-        if is_checked and doubled:
-            raise TemplateError(f"{turn}: two of its calls have the id {doubled[0]!r}")
-    return None if order == list(range(len(order))) else order
+    return order
 
 
-def _check_results(
-    turn: str, calls: Sequence[str], answered: set[str], answers: Mapping[int, str]
-) -> None:
-    """Refuse results, ids of calls by their positions, that are not those of a turn's calls."""
-    known = Counter(filter(None, calls))  # the model may have given two calls one id
-    found = Counter[str]()
-    for at, call in answers.items():
+def _check_turn(at: int, calls: Sequence[str], results: Mapping[int, str]) -> None:
+    """Refuse a turn, or results after it, whose ids do not belong together.
+
+    Args:
+        at: The position of the turn; negative where it was given before, and may be any.
+        results: Ids of calls, by the positions of their results.
+    """
+    turn = f"messages[{at}]" if at >= 0 else "the turn before them"
+    known, found = Counter(filter(None, calls)), Counter[str]()
+    doubled = [call for call, count in known.items() if count > 1]
+    if at >= 0 and doubled:  # a model may give two calls one id
+        raise TemplateError(f"{turn}: two of its calls have the id {doubled[0]!r}")
+    for position, call in results.items():
         found[call] += 1
-        if found[call] > (known[call] or 1) or call in answered:
-            raise TemplateError(f"messages[{at}]: a second result of the call {call!r}")
-        if known and call not in known:
+        if position >= 0 and found[call] > (known[call] or 1):
+            raise TemplateError(f"messages[{position}]: a second result of the call {call!r}")
+        if position >= 0 and known and call not in known:
             expected = ", ".join(map(repr, known))
             raise TemplateError(
-                f"messages[{at}]: a result of the call {call!r}, which {turn} has not; "
+                f"messages[{position}]: a result of the call {call!r}, which {turn} has not; "
                 f"expected one of {expected}"
             )
-    if missing := [repr(call) for call in known if call not in answered.union(found)]:
-        names = ", ".join(missing)
-        raise TemplateError(f"{turn}: no result of the call {names}; expected one of each call")
+    missing = ", ".join(repr(call) for call in known if call not in found)
+    if missing and max(results, default=-1) >= 0:
+        raise TemplateError(f"{turn}: no result of the call {missing}; expected one of each call")

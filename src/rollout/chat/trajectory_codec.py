@@ -164,26 +164,34 @@ def unpack_trajectory(
 
 def pack_message(message: Message, write: WriteValue) -> list[Any]:
     """The fields of a message in their order, its media without their contents."""
-    calls = [
-        [call.name, write(call.arguments, "tool_calls.arguments"), call.id, call.raw]
-        for call in message.tool_calls
+    return [
+        message.role,
+        message.content,
+        [
+            [call.name, write(call.arguments, "tool_calls.arguments"), call.id, call.raw]
+            for call in message.tool_calls
+        ],
+        message.tool_call_id,
+        message.name,
+        write(message.extra, "messages.extra"),
+        write(message.fields, "messages.fields"),
+        drop_contents(message).parts,
     ]
-    own: dict[str, Any] = {
-        "tool_calls": calls,
-        "extra": write(message.extra, "messages.extra"),
-        "fields": write(message.fields, "messages.fields"),
-        "parts": drop_contents(message).parts,
-    }
-    return [own.get(name, getattr(message, name)) for name in Message.__struct_fields__]
 
 
 def unpack_message(packed: Sequence[Any]) -> Message:
     """The message of such fields."""
-    fields: dict[str, Any] = dict(zip(Message.__struct_fields__, packed, strict=True))
-    names = ToolCall.__struct_fields__
-    calls = (ToolCall(**dict(zip(names, each, strict=True))) for each in fields["tool_calls"])
-    parts = (p if isinstance(p, str) else msgspec.convert(p, Media) for p in fields["parts"])
-    return Message(**fields | {"tool_calls": tuple(calls), "parts": tuple(parts)})
+    role, content, calls, call_id, name, extra, fields, parts = packed
+    return Message(
+        role=role,
+        content=content,
+        tool_calls=tuple(ToolCall(name=n, arguments=a, id=i, raw=r) for n, a, i, r in calls),
+        tool_call_id=call_id,
+        name=name,
+        extra=extra,
+        fields=fields,
+        parts=tuple(p if isinstance(p, str) else msgspec.convert(p, Media) for p in parts),
+    )
 
 
 def unpack_prompt(fields: Mapping[str, Any]) -> Prompt:
@@ -206,19 +214,20 @@ def pack_complete(trajectory: Trajectory, where: str) -> CompleteTrajectory:
         return to_plain(value, f"{where}.{place}", simplify)
 
     def pack(message: Message) -> list[Any]:
-        content = message.content
-        if content is not None and not is_encodable(content):
-            message = msgspec.structs.replace(message, content=encodable(content))
-        return pack_message(message, write)
+        packed = pack_message(message, write)
+        packed[1] = packed[1] and encodable(packed[1])
+        return packed
 
     record = pack_trajectory(trajectory, write, lambda messages: list(map(pack, messages)))
-    prompt = trajectory.prompt
-    if prompt is not None:
-        names = [name for name in Prompt.__struct_fields__ if name != "messages"]
-        record.prompt = {name: write(getattr(prompt, name), f"prompt.{name}") for name in names}
+    if (prompt := trajectory.prompt) is not None:
+        messages = record_prompt_messages(prompt.messages, trajectory.messages)
+        record.prompt = {
+            name: write(getattr(prompt, name), f"prompt.{name}")
+            for name in Prompt.__struct_fields__[1:]  # after the messages
+        }
         record.prompt["messages"] = [
             pack(each) if isinstance(each, Message) else write(each, f"prompt.messages[{at}]")
-            for at, each in enumerate(record_prompt_messages(prompt.messages, trajectory.messages))
+            for at, each in enumerate(messages)
         ]
     return record, collect_contents([trajectory])
 
@@ -227,11 +236,8 @@ def unpack_complete(complete: CompleteTrajectory) -> Trajectory:
     """The trajectory of such a record, its media with their contents."""
     record, contents = complete
     prompt = None if record.prompt is None else unpack_prompt(record.prompt)
-    trajectory = unpack_trajectory(
-        record, prompt, lambda messages: list(map(unpack_message, messages))
-    )
-    if contents:
-        restore_media(trajectory, KnownContents(contents.get, "the trajectory"))
+    trajectory = unpack_trajectory(record, prompt, lambda own: list(map(unpack_message, own)))
+    restore_media(trajectory, KnownContents(contents.get, "the trajectory"))
     return trajectory
 
 
@@ -243,13 +249,12 @@ def collect_contents(trajectories: Iterable[Trajectory]) -> dict[str, bytes]:
 
 
 def list_trajectory_media(trajectories: Iterable[Trajectory]) -> Iterator[Media]:
-    """The media in them; one that several messages show comes several times."""
+    """The media in them; one that several messages or rows show comes several times."""
     for trajectory in trajectories:
         yield from find_shown(trajectory.messages)
         for segment in trajectory.segments:
+            yield from find_shown(segment.messages)
             yield from (each.medium for each in segment.transcript.media)
-            if segment.messages is not trajectory.messages:
-                yield from find_shown(segment.messages)
 
 
 def restore_media(trajectory: Trajectory, contents: KnownContents) -> None:
@@ -260,19 +265,18 @@ def restore_media(trajectory: Trajectory, contents: KnownContents) -> None:
     """
 
     def restore(messages: Sequence[Message]) -> Sequence[Message]:
-        restored = contents.restore_messages(messages)
-        if restored is messages or not isinstance(messages, Messages):
-            return restored
-        return Messages(list(restored), messages.decode)
+        own = contents.restore_messages(messages)
+        is_view = own is not messages and isinstance(messages, Messages)
+        return Messages(list(own), messages.decode) if is_view else own  # type: ignore[attr-defined]
 
-    before = trajectory.messages
-    trajectory.messages = restore(before)
-    for segment in trajectory.segments:
-        is_shared = segment.messages is before
-        segment.messages = trajectory.messages if is_shared else restore(segment.messages)
-        segment.transcript.media = tuple(
+    owners: list[Trajectory | Segment] = [trajectory, *trajectory.segments]
+    restored = {id(owner.messages): restore(owner.messages) for owner in owners}
+    for owner in owners:  # several may share their messages
+        owner.messages = restored[id(owner.messages)]
+    for transcript in trajectory.transcripts:
+        transcript.media = tuple(
             PlacedMedia(contents.restore(each.medium), each.start, each.count)
-            for each in segment.transcript.media
+            for each in transcript.media
         )
     if trajectory.prompt is not None:
         messages = contents.restore_messages(trajectory.prompt.messages)

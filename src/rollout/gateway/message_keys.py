@@ -49,13 +49,11 @@ def order_results(messages: Sequence[ClientMessage]) -> list[OrderedMessage]:
     Clients send results in the order in which their tools ended. Results that do not name their
     calls stay where they are, and are counted.
     """
-    order = result_order([_find_ids(message) for message in messages])
-    if order is not None:
-        messages = [messages[at] for at in order]
     ordered: list[OrderedMessage] = []
     positions: dict[str, int] = {}
     count = 0
-    for message in messages:
+    for at in result_order([_find_ids(message) for message in messages]):
+        message = messages[at]
         position = -1
         if message.role == "assistant":
             positions = {call.id: at for at, call in enumerate(message.calls) if call.id}
