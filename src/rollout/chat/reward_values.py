@@ -107,72 +107,32 @@ def check_reward_value(value: Any, trajectory: Trajectory, who: str = REWARD) ->
             ``score``, as verl's functions return; or has values of tokens, turns or segments that
             the trajectory does not have.
     """
-    reward = as_reward(value, who)
+    reward, segments = as_reward(value, who), trajectory.segments
+
+    def check_index(at: Any, field: str) -> int:
+        is_index = isinstance(at, int | np.integer) and not isinstance(at, bool)
+        if not is_index or not 0 <= at < len(segments):
+            found = f"{who} returned {field} of the segment {at!r:.80}"
+            count = f"the trajectory has {len(segments)}, counted from 0"
+            raise BadRewardError(f"{found}; {count}", field)
+        return int(at)
+
     packed: dict[int, array[float]] = {}
+    own: dict[int, float] = {}
     for field in ("token_values", "turn_values"):
         values = getattr(reward, field)
         if values is not None and not isinstance(values, Mapping):
             values = {trajectory.main_index: values}
         for at, each in (values or {}).items():
-            index = _check_index(at, trajectory, field, who)
+            index = check_index(at, field)
             if index in packed:
                 found = f"token_values and turn_values of the segment {index}"
                 raise _describe(who, found, "either of them", field)
-            packed[index] = _pack(field, each, trajectory.segments[index].transcript, who)
-    own = dict[int, float]()
+            packed[index] = _pack(field, each, segments[index].transcript, who)
     for at, each in reward.segment_values.items():
-        index = _check_index(at, trajectory, "segment_values", who)
-        own[index] = finite_number(each, f"{who}, for the segment {at},", field="segment_values")
+        index, of_whom = check_index(at, "segment_values"), f"{who}, for the segment {at},"
+        own[index] = finite_number(each, of_whom, field="segment_values")
     return Reward(reward.value, extra=reward.extra, token_values=packed, segment_values=own)
-
-
-def check_rewards(value: Any, subject: Trajectory | Group) -> list[Reward | None]:
-    """What a reward function returned: for a group one reward for each member, in their order.
-
-    None stands for a member without one; what is returned for members that are not trainable is
-    not looked at.
-
-    Raises:
-        BadRewardError: There are more or fewer, or one is none; see `check_reward_value`.
-    """
-    if not isinstance(subject, Group):
-        return [check_reward_value(value, subject)]
-    group, who = subject, GROUP_REWARD
-    listed = value.tolist() if hasattr(value, "tolist") else value
-    count = len(group.trajectories)
-    if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
-        expected = f"a sequence of {count} rewards, one for each member"
-        raise _describe(who, f"{value!r:.80}", expected)
-    if len(listed) != count:
-        raise _describe(who, f"{len(listed)} rewards", f"{count}, one for each member")
-    return [
-        None
-        if each is None or not trajectory.trainable
-        else check_reward_value(each, trajectory, f"{who}, for member {trajectory.member},")
-        for each, trajectory in zip(listed, group.trajectories, strict=True)
-    ]
-
-
-def apply_reward(trajectory: Trajectory, reward: Reward) -> None:
-    """Give a trajectory the reward that was checked for it."""
-    trajectory.reward = reward.value
-    trajectory.extra.update(reward.extra)
-    for at, value in reward.segment_values.items():
-        trajectory.segments[at].reward = value
-    assert isinstance(reward.token_values, Mapping)
-    for at, values in reward.token_values.items():
-        trajectory.segments[at].token_rewards = array("f", values)
-
-
-def _check_index(at: Any, trajectory: Trajectory, what: str, who: str) -> int:
-    count = len(trajectory.segments)
-    if not isinstance(at, int | np.integer) or isinstance(at, bool) or not 0 <= at < count:
-        raise BadRewardError(
-            f"{who} returned {what} of the segment {at!r:.80}; the trajectory has {count}, "
-            "counted from 0",
-            what,
-        )
-    return int(at)
 
 
 def _pack(field: str, values: Any, transcript: Transcript, who: str) -> array[float]:
@@ -181,16 +141,14 @@ def _pack(field: str, values: Any, transcript: Transcript, who: str) -> array[fl
     count, one, each_of = len(spans), "turn", "turns"
     if field == "token_values":
         count, one, each_of = transcript.response_length, "token", "tokens after the prompt"
-    if hasattr(values, "detach"):  # NumPy does not read every tensor
-        values = values.tolist()
-    elif isinstance(values, list | tuple):
+    if isinstance(values, list | tuple):  # NumPy does not read every tensor
         values = [each.tolist() if hasattr(each, "detach") else each for each in values]
     try:
+        values = values.tolist() if hasattr(values, "detach") else values
         numbers = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise BadRewardError(
-            f"{who} returned {field} that are no numbers ({error})", field
-        ) from None
+        found = f"{who} returned {field} that are no numbers ({error})"
+        raise BadRewardError(found, field) from None
     if numbers.shape != (count,):
         expected = f"one for each of the {count} {each_of}"
         raise _describe(who, f"{field} of shape {numbers.shape}", expected, field)
@@ -204,3 +162,40 @@ def _pack(field: str, values: Any, transcript: Transcript, who: str) -> array[fl
             if len(span):
                 numbers[span.stop - 1 - transcript.prompt_length] = number
     return array("f", numbers.astype(np.float32).tobytes())
+
+
+def check_rewards(value: Any, subject: Trajectory | Group) -> list[Reward | None]:
+    """What a reward function returned: for a group one reward for each member, in their order.
+
+    None stands for a member without one; what is returned for members that are not trainable is
+    not looked at.
+
+    Raises:
+        BadRewardError: There are more or fewer, or one is none; see `check_reward_value`.
+    """
+    if not isinstance(subject, Group):
+        return [check_reward_value(value, subject)]
+    members, who = subject.trajectories, GROUP_REWARD
+    listed = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
+        expected = f"a sequence of {len(members)} rewards, one for each member"
+        raise _describe(who, f"{value!r:.80}", expected)
+    if len(listed) != len(members):
+        raise _describe(who, f"{len(listed)} rewards", f"{len(members)}, one for each member")
+    return [
+        None
+        if each is None or not member.trainable
+        else check_reward_value(each, member, f"{who}, for member {member.member},")
+        for each, member in zip(listed, members, strict=True)
+    ]
+
+
+def apply_reward(trajectory: Trajectory, reward: Reward) -> None:
+    """Give a trajectory the reward that was checked for it."""
+    trajectory.reward = reward.value
+    trajectory.extra.update(reward.extra)
+    for at, value in reward.segment_values.items():
+        trajectory.segments[at].reward = value
+    assert isinstance(reward.token_values, Mapping)
+    for at, values in reward.token_values.items():
+        trajectory.segments[at].token_rewards = array("f", values)

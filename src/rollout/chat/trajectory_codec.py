@@ -26,7 +26,7 @@ from rollout.media.records import (
 )
 from rollout.medium import Media, PlacedMedia
 from rollout.types import Cause, Message, Prompt, ToolCall, make_encodable
-from rollout.utf8 import encodable, is_encodable
+from rollout.utf8 import encodable
 
 #: Makes plain data of a value of a user's; the text says where it stands, for errors.
 WriteValue = Callable[[Any, str], Any]

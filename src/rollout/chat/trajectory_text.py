@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollout.plurals import count
-from rollout.types import Message, Outcome
+from rollout.types import Message, Outcome, ToolCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -47,28 +47,25 @@ def trajectory_text(trajectory: Any) -> str:
     Never raises.
     """
     try:
-        return "\n".join(_lines(trajectory))
+        try:
+            texts = _segment_texts(trajectory)
+        except Exception:  # its tokenizer is not at hand, or cannot be loaded
+            texts = []
+        if not texts:
+            messages = trajectory.messages or getattr(trajectory.prompt, "messages", ())
+            texts = list(map(_message_text, messages))
+        if trajectory.outcome in (Outcome.FAILED, Outcome.REJECTED):
+            reason, cause = trajectory.reason, trajectory.cause
+            why = f" ({reason})" if reason else ""
+            why += f" {cause.type}: {cause.message}" if cause is not None else ""
+            texts.append(f"[{trajectory.outcome}]{why}")
+        return "\n".join(texts or [repr(trajectory)])
     except Exception:  # what agents and tools left in it may raise anything
         return repr(trajectory)
 
 
-def _lines(trajectory: Any) -> Iterator[str]:
-    texts = _segment_texts(trajectory)
-    if not texts:
-        messages = trajectory.messages or getattr(trajectory.prompt, "messages", ())
-        texts = [_message_text(each) for each in messages]
-    yield from texts
-    if trajectory.outcome in (Outcome.FAILED, Outcome.REJECTED):
-        why = [f"({trajectory.reason})"] if trajectory.reason else []
-        if trajectory.cause is not None:
-            why.append(f"{trajectory.cause.type}: {trajectory.cause.message}")
-        yield f"[{trajectory.outcome}] {' '.join(why)}".rstrip()
-    elif not texts:
-        yield repr(trajectory)
-
-
 def _segment_texts(trajectory: Any) -> list[str]:
-    """Those of its segments; none where there are no tokens, or where nothing decodes them."""
+    """Those of its segments; none where there are no tokens."""
     texts, segments = list[str](), trajectory.segments
     for at, segment in enumerate(segments):
         if len(segments) > 1:
@@ -76,26 +73,24 @@ def _segment_texts(trajectory: Any) -> list[str]:
             start = "" if parent is None else f", from token {parent[1]} of segment {parent[0]}"
             texts.append(f"[segment {at}: {segment.purpose}{start}]")
         if segment.transcript.spans:
-            try:
-                decode = getattr(segment.messages, "decode", None) or trajectory.messages.decode
-                texts.append(transcript_text(segment.transcript, decode))
-            except Exception:  # its tokenizer is not at hand, or cannot be loaded
-                return []
-    return texts if any(each.transcript.spans for each in segments) else []
+            decode = getattr(segment.messages, "decode", None) or trajectory.messages.decode
+            texts.append(transcript_text(segment.transcript, decode))
+    return texts if any(map(len, trajectory.transcripts)) else []
 
 
 def _message_text(message: Any) -> str:
     if isinstance(message, Message):
         message = msgspec.structs.asdict(message)
-    role, content, calls = (message.get(key) for key in ("role", "content", "tool_calls"))
-    words = [] if content is None else [content if isinstance(content, str) else repr(content)]
-    for call in calls or ():
-        if isinstance(call, dict):
-            called = call.get("function", call)
-        else:
-            called = {"name": call.name, "arguments": call.arguments}
-        words.append(json.dumps(called, ensure_ascii=False, default=repr))
-    return "\n".join([f"[{role}]", *words])
+    content = message.get("content")
+    lines = [f"[{message.get('role')}]"]
+    if content is not None:
+        lines.append(content if isinstance(content, str) else repr(content))
+    for call in message.get("tool_calls") or ():
+        called = call.get("function", call) if isinstance(call, dict) else call
+        if isinstance(called, ToolCall):
+            called = {"name": called.name, "arguments": called.arguments}
+        lines.append(json.dumps(called, ensure_ascii=False, default=repr))
+    return "\n".join(lines)
 
 
 def _shorten(text: str) -> str:
