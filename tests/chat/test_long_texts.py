@@ -21,8 +21,7 @@ from rollout import AgentLoop, Outcome, Prompt, register_agent
 from rollout.agents import rendering
 from rollout.agents.long_texts import is_long, make_text_thread, run_text
 from rollout.chat.encoding import TextEncoder, TooManyTokens, WrittenText, get_encoder
-from rollout.chat.fast_encoding import LONG
-from rollout.chat.tokenizer_parts import COMPOSED, longest_token
+from rollout.chat.tokenizer_backend import COMPOSED, LONG, longest_token
 from rollout.config import AgentConfig, LengthsConfig
 from rollout.interactions import ScriptedUser
 from rollout.testing import Scenario, encode_text

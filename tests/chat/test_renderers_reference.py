@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from chat_material import chat, source, tokenizer, variables
 from rollout.chat import ChatTemplate
-from rollout.chat.tokenizer_parts import copy_tokenizer
+from rollout.chat.tokenizer_backend import copy_tokenizer
 from rollout.types import Message
 
 pytest.importorskip("renderers")

@@ -15,10 +15,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from chat_material import VOCABULARIES, chat, tokenizer
-from rollout.chat import ChatTemplate, encoding, fast_encoding
+from rollout.chat import ChatTemplate, encoding, tokenizer_backend
 from rollout.chat.encoding import TextEncoder, WrittenText, get_encoder
-from rollout.chat.fast_encoding import LONG, make_plain_codec
-from rollout.chat.tokenizer_parts import copy_tokenizer, spell_token
+from rollout.chat.tokenizer_backend import LONG, copy_tokenizer, make_plain_codec, spell_token
 from rollout.errors import TemplateError
 from rollout.testing import simulated_tokenizer
 
@@ -97,7 +96,7 @@ def test_fastokens_gives_the_ids_of_tokenizers(vocabulary: str) -> None:
     pytest.importorskip("fastokens")
     plain = copy_tokenizer(tokenizer(vocabulary).backend_tokenizer)
     plain.encode_special_tokens = True
-    assert fast_encoding._open_fastokens(plain) is not None
+    assert tokenizer_backend._open_fastokens(plain) is not None
 
 
 class OtherTokenizer:
@@ -121,8 +120,8 @@ class OtherTokenizer:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A backend, and what is known of others forgotten."""
-    monkeypatch.setattr(fast_encoding, "_PROVEN", {})
-    fast_encoding._log_once.cache_clear()
+    monkeypatch.setattr(tokenizer_backend, "_PROVEN", {})
+    tokenizer_backend._log_once.cache_clear()
     return simulated_tokenizer().backend_tokenizer
 
 
@@ -147,7 +146,7 @@ def test_fastokens_that_disagrees_is_left_and_the_log_says_so_once(
     assert said == [
         "texts are encoded by tokenizers: fastokens gives other ids, or texts, for a vocabulary"
     ]
-    assert list(fast_encoding._PROVEN.values()) == [False]
+    assert list(tokenizer_backend._PROVEN.values()) == [False]
 
 
 def test_fastokens_that_is_missing_leaves_texts_to_tokenizers(

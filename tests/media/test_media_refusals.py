@@ -70,7 +70,7 @@ def simulated_words(words: Any) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from rollout.chat.tokenizer_parts import BYTE_LETTERS
+    from rollout.chat.tokenizer_backend import BYTE_LETTERS
 
     letters = list(BYTE_LETTERS)
     marks = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from rollout.chat.fast_encoding import LONG
+from rollout.chat.tokenizer_backend import LONG
 from rollout.worker_threads import WorkerThreads, may_leave_loop
 
 T = TypeVar("T")

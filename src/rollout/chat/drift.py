@@ -16,7 +16,7 @@ import msgspec
 
 from rollout.chat.continuation import USER_MARKER, common_prefix, list_answered_calls
 from rollout.chat.reasoning import CLOSED, END_THINK, THINK, lacks_reasoning, opens_reasoning
-from rollout.chat.tokenizer_parts import match_any
+from rollout.chat.tokenizer_backend import match_any
 from rollout.chat.transcript import common_length
 from rollout.errors import TemplateError
 

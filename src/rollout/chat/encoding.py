@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.chat.fast_encoding import make_encoder, make_plain_codec
 from rollout.chat.reasoning import END_THINK, THINK
-from rollout.chat.tokenizer_parts import (
+from rollout.chat.tokenizer_backend import (
     can_be_split,
     copy_tokenizer,
     longest_token,
+    make_encoder,
+    make_plain_codec,
     make_plain_tokenizer,
     match_any,
 )
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from rollout.chat.fast_encoding import Decode, Encode
+    from rollout.chat.tokenizer_backend import Decode, Encode
 
 #: Where text must be kept from being read as special tokens: ``[start, stop)``.
 Place = tuple[int, int]

@@ -14,7 +14,7 @@ from rollout.chat.encoding import WrittenText, get_encoder
 from rollout.chat.messages import TemplateMessage, list_media, template_messages
 from rollout.chat.reasoning import ends_with_opening, opens_reasoning
 from rollout.chat.rendering import TemplateRenderer, map_texts, render_escaped
-from rollout.chat.tokenizer_parts import spell_token
+from rollout.chat.tokenizer_backend import spell_token
 from rollout.errors import MediaError, TemplateError
 
 if TYPE_CHECKING:

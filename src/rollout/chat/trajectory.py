@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
-from rollout.chat.trajectory_text import trajectory_text
-from rollout.chat.transcript import Transcript
+from rollout.chat.transcript import SpanKind, Transcript
 from rollout.plurals import count
-from rollout.types import Cause, Message, Outcome, Prompt
+from rollout.types import Cause, Message, Outcome, Prompt, ToolCall
 
 #: Purposes of segments that this library opens. Agents may give others.
 MAIN, BRANCH, SUBAGENT, COMPACTION, SIDE = "main", "branch", "subagent", "compaction", "side"
+
+Decode = Callable[[Sequence[int]], str]
+#: What printed spans are called.
+MEANINGS: dict[SpanKind, str] = {
+    "prompt": "prompt, not trained",
+    "generated": "trained",
+    "observation": "observation, not trained",
+}
+#: A longer prompt is shown by this many characters at either end.
+PROMPT_END = 400
 
 
 class Parent(NamedTuple):
@@ -137,7 +147,7 @@ class Trajectory(TrajectoryFacts, kw_only=True, weakref=True):
         self._check_parents()
 
     def __str__(self) -> str:
-        return trajectory_text(self)
+        return _show_trajectory(self)
 
     def __repr__(self) -> str:
         reward = "no reward" if self.reward is None else f"reward {self.reward:g}"
@@ -223,3 +233,75 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
             for transcript in trajectory.transcripts
             for version in transcript.versions
         )
+
+
+def span_texts(transcript: Transcript, decode: Decode) -> Iterator[tuple[SpanKind, int, str]]:
+    """Of each span its kind, its tokens and its text; a long prompt without its middle."""
+    for span in transcript.spans:
+        text = decode(transcript.span_ids(span))
+        yield span.kind, len(span), _shorten(text) if span.kind == "prompt" else text
+
+
+def transcript_text(transcript: Transcript, decode: Decode) -> str:
+    """Every span of `transcript`, decoded from its own ids, under headings like ``[trained]``."""
+    return "\n".join(
+        f"[{MEANINGS[kind]}] {count(length, 'token')}\n{text}"
+        for kind, length, text in span_texts(transcript, decode)
+    )
+
+
+def _show_trajectory(trajectory: Trajectory) -> str:
+    """Its transcripts, or its messages where no tokenizer is at hand; never raises."""
+    try:
+        try:
+            texts = _segment_texts(trajectory)
+        except Exception:  # its tokenizer is not at hand, or cannot be loaded
+            texts = []
+        if not texts:
+            messages = trajectory.messages or getattr(trajectory.prompt, "messages", ())
+            texts = list(map(_message_text, messages))
+        if trajectory.outcome in (Outcome.FAILED, Outcome.REJECTED):
+            reason, cause = trajectory.reason, trajectory.cause
+            why = f" ({reason})" if reason else ""
+            why += f" {cause.type}: {cause.message}" if cause is not None else ""
+            texts.append(f"[{trajectory.outcome}]{why}")
+        return "\n".join(texts or [repr(trajectory)])
+    except Exception:  # what agents and tools left in it may raise anything
+        return repr(trajectory)
+
+
+def _segment_texts(trajectory: Trajectory) -> list[str]:
+    """Those of its segments; none where there are no tokens."""
+    texts, segments = list[str](), trajectory.segments
+    for at, segment in enumerate(segments):
+        if len(segments) > 1:
+            parent = segment.parent
+            start = "" if parent is None else f", from token {parent[1]} of segment {parent[0]}"
+            texts.append(f"[segment {at}: {segment.purpose}{start}]")
+        if segment.transcript.spans:
+            decode = getattr(segment.messages, "decode", None)
+            decode = decode or trajectory.messages.decode  # type: ignore[attr-defined]
+            texts.append(transcript_text(segment.transcript, decode))
+    return texts if any(map(len, trajectory.transcripts)) else []
+
+
+def _message_text(message: Any) -> str:
+    if isinstance(message, Message):
+        message = msgspec.structs.asdict(message)
+    content = message.get("content")
+    lines = [f"[{message.get('role')}]"]
+    if content is not None:
+        lines.append(content if isinstance(content, str) else repr(content))
+    for call in message.get("tool_calls") or ():
+        called = call.get("function", call) if isinstance(call, dict) else call
+        if isinstance(called, ToolCall):
+            called = {"name": called.name, "arguments": called.arguments}
+        lines.append(json.dumps(called, ensure_ascii=False, default=repr))
+    return "\n".join(lines)
+
+
+def _shorten(text: str) -> str:
+    left_out = len(text) - 2 * PROMPT_END
+    if left_out <= 0:
+        return text
+    return f"{text[:PROMPT_END]}\n… {left_out:,} characters …\n{text[-PROMPT_END:]}"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from rollout.chat.trajectory_text import MEANINGS, span_texts, transcript_text
+from rollout.chat.trajectory import MEANINGS, span_texts, transcript_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

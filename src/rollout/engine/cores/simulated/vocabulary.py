@@ -128,7 +128,7 @@ def simulated_tokenizer() -> PreTrainedTokenizerFast:
 def _backend() -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    from rollout.chat.tokenizer_parts import BYTE_LETTERS
+    from rollout.chat.tokenizer_backend import BYTE_LETTERS
 
     vocabulary = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
