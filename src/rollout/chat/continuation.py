@@ -56,14 +56,14 @@ class ContinuationRenderer:
     """Renders new messages as they follow a generated turn. Safe to use from several threads.
 
     Args:
-        render: What the template makes of messages.
+        render_whole: What the template makes of messages.
         encoder: Knows the special tokens.
         source: The template.
     """
 
-    def __init__(self, render: Render, encoder: TextEncoder, source: str) -> None:
-        self._render = render
-        self._encoder = encoder
+    def __init__(self, render_whole: Render, encoder: TextEncoder, source: str) -> None:
+        self.render_whole = render_whole
+        self.encoder = encoder
         self._source = source
         self._specials = frozenset(encoder.specials.values())
         self._patterns: dict[tuple[tuple[str, ...], ...], tuple[bool, str, bool]] = {}
@@ -96,7 +96,7 @@ class ContinuationRenderer:
         def render(marked: Sequence[TemplateMessage], _: object) -> str:
             return self._render_after(marked, is_calling)
 
-        written = render_escaped(render, self._encoder, messages, None, max_tokens)
+        written = render_escaped(render, self.encoder, messages, None, max_tokens)
         turn_end = self.turn_ends.calls if is_calling else self._find_end(written.text)
         if not written.text.endswith(opening):
             opens = ends_with_opening(written.text)
@@ -111,11 +111,11 @@ class ContinuationRenderer:
         Raises:
             TemplateError: It refuses such a conversation.
         """
-        end = after_answer(self._render(conversation(), False))
+        end = after_answer(self.render_whole(conversation(), False))
         after_calls = self._after_call
         if after_calls is None or after_calls.endswith(end):
             return TurnEnds(end, end)
-        specials = list(self._encoder.pattern.finditer(after_calls))
+        specials = list(self.encoder.pattern.finditer(after_calls))
         return TurnEnds(end, after_calls[specials[-1].start() :] if specials else end)
 
     @cached_property
@@ -123,7 +123,7 @@ class ContinuationRenderer:
         """What a turn has after its call; None where the template writes none in its history."""
         exchange = conversation([{"role": "tool", "content": ""}], is_calling=True)[:2]
         try:
-            return after_answer(self._render(exchange, False))
+            return after_answer(self.render_whole(exchange, False))
         except TemplateError:
             return None
 
@@ -144,7 +144,7 @@ class ContinuationRenderer:
         Only a special token tells that a turn is over; text before it (a space, in some
         templates) is then past, and what comes after it may or may not have been sampled.
         """
-        end = self._encoder.encode(turn_end)
+        end = self.encoder.encode(turn_end)
         if not end or ids[: len(end)] != end:  # what follows may join its last token
             end = end[: common_length(ids, end)] or ids[:1]
         special = 0
@@ -165,7 +165,7 @@ class ContinuationRenderer:
         except TemplateError:  # a template without answers still renders prompts
             return {}
         found = [self._find_specials(text)[:1] for text in ends] if ends.text else []
-        known = self._encoder.specials
+        known = self.encoder.specials
         others = [known[name] for name in OTHER_ENDS if name in self._source and name in known]
         return dict.fromkeys(itertools.chain(*found, others))
 
@@ -177,15 +177,15 @@ class ContinuationRenderer:
                 yield from self._find_specials(written.text.partition(USER_MARKER)[0])[:1]
 
     def _find_specials(self, text: str) -> list[int]:
-        return [token for token in self._encoder.encode(text) if token in self._specials]
+        return [token for token in self.encoder.encode(text) if token in self._specials]
 
     def _render_after(self, messages: Sequence[TemplateMessage], is_calling: bool) -> str:
         """The text after the assistant's content, which starts with the end of the turn."""
         exchange = conversation(messages, is_calling=is_calling)
-        text = after_answer(self._render(exchange, True))
+        text = after_answer(self.render_whole(exchange, True))
         if not is_calling:
             return text
-        alone, end = after_answer(self._render(exchange[:2], False)), self.turn_ends.calls
+        alone, end = after_answer(self.render_whole(exchange[:2], False)), self.turn_ends.calls
         if not (alone.endswith(end) and text.startswith(alone)):
             raise unusable("it writes a call in another way once it is answered")
         return end + text[len(alone) :]
@@ -195,10 +195,10 @@ class ContinuationRenderer:
         end = self.turn_ends.text
         if not end or after.startswith(end):
             return end
-        special = self._encoder.pattern.search(after)
+        special = self.encoder.pattern.search(after)
         other = "" if special is None else after[: special.end()]
-        if end.startswith(other) or not self._encoder.pattern.search(end):
-            return common_prefix(end, after, self._encoder)
+        if end.startswith(other) or not self.encoder.pattern.search(end):
+            return common_prefix(end, after, self.encoder)
         return other
 
     def _find_pattern(self, messages: Sequence[TemplateMessage]) -> tuple[bool, str, bool]:
@@ -237,12 +237,12 @@ class ContinuationRenderer:
         """
         roles = {USER_MARKER: "user", ASSISTANT_MARKER: "assistant"}
         roles |= {message["content"]: message["role"] for message in marked}
-        text = self._render(conversation(marked, is_calling=is_calling), True)
+        text = self.render_whole(conversation(marked, is_calling=is_calling), True)
         found = re.findall("|".join(roles), text)
         if found != list(roles):
             expected, written = ", ".join(roles.values()), ", ".join(map(roles.__getitem__, found))
             raise unusable(f"it writes the contents of [{expected}] as those of [{written}]")
-        head, user, _ = self._render(conversation(), False).partition(USER_MARKER)
+        head, user, _ = self.render_whole(conversation(), False).partition(USER_MARKER)
         if not text.startswith(head + user):
             raise unusable("new messages change the text before the first message")
         return self._render_after(marked, is_calling)

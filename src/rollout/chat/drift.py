@@ -23,10 +23,9 @@ from rollout.errors import TemplateError
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from rollout.chat.continuation import TurnEnds
-    from rollout.chat.encoding import TextEncoder
+    from rollout.chat.continuation import ContinuationRenderer
     from rollout.chat.messages import TemplateMessage
-    from rollout.chat.rendering import Render, Tools
+    from rollout.chat.rendering import Tools
 
 #: From no difference to the worst. "whitespace": only in white space; "special_tokens": in special
 #: tokens too; "reasoning_stripped": the rendering leaves out reasoning of earlier turns;
@@ -130,25 +129,20 @@ _QUESTION: TemplateMessage = {"role": "user", "content": USER_MARKER}
 
 
 class FullRenderer:
-    """Renders conversations with sampled turns in them.
+    """Renders conversations with sampled turns in them, by the template of `continuations`."""
 
-    Args:
-        render, encoder: As a `ContinuationRenderer` has them.
-        ends: What the template puts after a turn.
-        stops: Spellings of tokens that end a turn.
-    """
-
-    def __init__(
-        self, render: Render, encoder: TextEncoder, ends: TurnEnds, stops: Sequence[str]
-    ) -> None:
-        self._render = render
-        self._encoder = encoder
-        self._ends = ends
-        self._stops = stops
-        self._opening = render([_QUESTION], True, None).partition(USER_MARKER)[2]
+    def __init__(self, continuations: ContinuationRenderer) -> None:
+        self._render, self._encoder = continuations.render_whole, continuations.encoder
+        self._ends = continuations.turn_ends
+        self._stops = [self._encoder.decode([token]) for token in continuations.stop_ids()]
+        self._opening = self._render_after([_QUESTION], True)
         answer = {"role": "assistant", "content": _word("Turn", 0)}
-        answered = render([_QUESTION, answer], False, None).partition(USER_MARKER)[2]
+        answered = self._render_after([_QUESTION, answer], False)
         self._drops_opening = lacks_reasoning(answered, self._opening)
+
+    def _render_after(self, messages: list[TemplateMessage], is_open: bool) -> str:
+        """What the template writes after the content of the first message, the question."""
+        return self._render(messages, is_open).partition(USER_MARKER)[2]
 
     def render(
         self,
@@ -169,9 +163,6 @@ class FullRenderer:
         Returns:
             The text, and whether the template leaves out reasoning that was sampled, or that the
             prompt had opened.
-
-        Raises:
-            TemplateError: The template refuses the conversation.
         """
         is_open = len(messages) - 1 not in turns
         marked = list(messages)
@@ -208,7 +199,7 @@ class FullRenderer:
 
     def _find_body(self, turn: TemplateMessage, at: int) -> str:
         """What the template writes of a turn, from where the model takes over to its end."""
-        alone = self._render([_QUESTION, turn], False, None).partition(USER_MARKER)[2]
+        alone = self._render_after([_QUESTION, turn], False)
         body = alone.removesuffix(self._ends.calls if "tool_calls" in turn else self._ends.text)
         body = body[len(common_prefix(self._opening, body, self._encoder)) :]
         return body if _word("Turn", at) in body else _word("Turn", at)

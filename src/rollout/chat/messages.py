@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from typing import Any, TypeGuard, overload
+from typing import Any, TypeGuard
 
 from rollout.errors import MediaError, TemplateError
 from rollout.media import Media
@@ -34,11 +34,7 @@ class Messages(Sequence[Message]):
     def __len__(self) -> int:
         return len(self._list)
 
-    @overload
-    def __getitem__(self, at: int) -> Message: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[Message]: ...
-    def __getitem__(self, at: int | slice) -> Message | list[Message]:
+    def __getitem__(self, at: Any) -> Any:
         return self._list[at]
 
     def __eq__(self, other: object) -> bool:

@@ -211,9 +211,7 @@ class ChatTemplate:
         Raises:
             TemplateError: The template refuses the conversation.
         """
-        ends, stops = self._continuations.turn_ends, self._continuations.stop_ids()
-        names = [self.decode([token]) for token in stops]
-        renderer = FullRenderer(self._renderer.render, self.encoder, ends, names)
+        renderer = FullRenderer(self._continuations)
         read, text = template_messages(messages), self.decode(transcript.ids())
         tokens = self.processor.tokens.values() if self.processor else ()
         words = {token: f"rolloutPlaceholder{at}x" for at, token in enumerate(tokens)}

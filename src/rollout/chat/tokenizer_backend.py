@@ -104,14 +104,6 @@ def copy_tokenizer(backend: Any) -> Any:
     return own
 
 
-def make_plain_tokenizer(backend: Any, specials: Iterable[str]) -> Any:
-    """A copy that reads `specials`, added tokens of it, as text."""
-    plain = copy_tokenizer(backend)
-    plain.add_special_tokens(list(specials))  # known already: they become special, ids stay
-    plain.encode_special_tokens = True
-    return plain
-
-
 def can_be_split(backend: Any) -> bool:
     """Whether texts between added tokens may be encoded alone, and give the same ids.
 
@@ -167,21 +159,30 @@ def _write_pattern(tree: dict[str, Any]) -> str:
 def make_plain_codec(backend: Any, specials: Iterable[str]) -> tuple[Encode, Decode]:
     """What encodes texts in which none of `specials` is recognised, and what decodes ids.
 
-    All other added tokens are recognised. `backend` is a `tokenizers.Tokenizer`. The decoder of
-    `fastokens` raises where it does not know an id.
+    All other added tokens are recognised. `backend` is a `tokenizers.Tokenizer`.
     """
-    plain = make_plain_tokenizer(backend, specials)
-    exact, fast = make_encoder(plain), _open_fastokens(plain)
+    plain = copy_tokenizer(backend)
+    plain.add_special_tokens(list(specials))  # known already: they become special, ids stay
+    plain.encode_special_tokens = True
+    exact_encode, fast = make_encoder(plain), _open_fastokens(plain)
+    exact_decode = partial(plain.decode, skip_special_tokens=False)
     if fast is None:
-        return exact, partial(plain.decode, skip_special_tokens=False)
+        return exact_encode, exact_decode
+    fast_encode, fast_decode = fast
 
     def encode(text: str) -> bytes:
         try:
-            return fast[0](text)
+            return fast_encode(text)
         except Exception:  # half of a character, or a limit of its regular expressions
-            return exact(text)
+            return exact_encode(text)
 
-    return encode, fast[1]
+    def decode(ids: list[int]) -> str:
+        try:
+            return fast_decode(ids)
+        except Exception:  # an id that it does not know
+            return str(exact_decode(ids))
+
+    return encode, decode
 
 
 def make_encoder(backend: Any) -> Encode:

@@ -219,19 +219,17 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def min_version(self) -> int | None:
         """The oldest of the weights that sampled any of their tokens; None where none was."""
-        return min(self._list_versions(), default=None)
+        return min(self._versions, default=None)
 
     @property
     def max_version(self) -> int | None:
         """The newest of them."""
-        return max(self._list_versions(), default=None)
+        return max(self._versions, default=None)
 
-    def _list_versions(self) -> Iterator[int]:
-        return (
-            version
-            for trajectory in self.trajectories
-            for transcript in trajectory.transcripts
-            for version in transcript.versions
+    @property
+    def _versions(self) -> set[int]:
+        return set[int]().union(
+            *(t.versions for each in self.trajectories for t in each.transcripts)
         )
 
 
