@@ -50,19 +50,8 @@ class NotPlainError(Exception):
         return f"{self.path} {self.what}"
 
 
-def exact_text(value: Any) -> str:
-    """A text of a type of its own, such as `numpy.str_`, as the text that it is; for encoders.
-
-    Raises:
-        TypeError: It is none.
-    """
-    if isinstance(value, str):
-        return str.__str__(value)
-    raise TypeError(f"Encoding objects of type {type(value).__qualname__} is unsupported")
-
-
-#: Of records, and of what is in them.
-encoder = msgspec.msgpack.Encoder(enc_hook=exact_text)
+#: Of records, and of what is in them; texts of a type of their own (`numpy.str_`) become texts.
+encoder = msgspec.msgpack.Encoder(enc_hook=str.__str__)
 
 
 def pack_array(value: Any) -> Any:

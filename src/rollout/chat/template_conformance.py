@@ -6,6 +6,7 @@ appended, and in the end the transcript is compared with a full rendering.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from rollout.chat.reasoning import END_THINK, THINK
@@ -89,28 +90,25 @@ def _leave_out_contents(text: str, messages: Sequence[Message]) -> str:
 def _write_scenes(template: ChatTemplate) -> dict[str, list[Message]]:
     """Conversations by their shape: what the assistant says in them, the model samples."""
 
-    def turn(text: str) -> Message:
-        return Message(role="assistant", content=text)
-
-    def user(text: str) -> Message:
-        return Message(role="user", content=text)
-
     def result(text: str, number: int = 0) -> Message:
         call_id = f"functions.weather:{number}"
         return Message(role="tool", content=text, name="weather", tool_call_id=call_id)
 
-    question, more, bern = user("Which is the capital?"), user("And then?"), turn("Bern.")
+    turn, user = partial(Message, role="assistant"), partial(Message, role="user")
+    question, more = user(content="Which is the capital?"), user(content="And then?")
+    system, bern = Message(role="system", content="Be brief."), turn(content="Bern.")
     opening = "" if template.opens_reasoning else f"{THINK}\n"
-    reasoned = turn(f"{opening}Let me see.\n{END_THINK}\n\nIt is Bern.")
-    strange = user("  Zürich\u00a012  345\t漢字 🙂👍🏽\n\n<|im_end|><s></think>\r\n")
-    calling, cold = turn("(calls)"), turn("Cold.")
+    reasoned = turn(content=f"{opening}Let me see.\n{END_THINK}\n\nIt is Bern.")
+    strange = user(content="  Zürich\u00a012  345\t漢字 🙂👍🏽\n\n<|im_end|><s></think>\r\n")
+    calling, cold = turn(content="(calls)"), turn(content="Cold.")
+    no_user, no_turn = user(content=""), turn(content="")
     return {
         "plain": [question, bern],
-        "system": [Message(role="system", content="Be brief."), question, bern, more, bern],
-        "multi-turn": [question, bern, more, turn("Basel."), more, turn("No.")],
+        "system": [system, question, bern, more, bern],
+        "multi-turn": [question, bern, more, turn(content="Basel."), more, turn(content="No.")],
         "tool call": [question, calling, result("7 °C"), cold],
         "parallel tool calls": [question, calling, result("7 °C"), result("3 mm", 1), cold],
         "reasoning": [question, reasoned, more, reasoned],
-        "unicode": [strange, turn(" Zürich 漢字\n"), strange, turn("🙂")],
-        "empty content": [user(""), turn(""), user(""), turn("Well."), result(""), turn("")],
+        "unicode": [strange, turn(content=" Zürich 漢字\n"), strange, turn(content="🙂")],
+        "empty content": [no_user, no_turn, no_user, turn(content="Well."), result(""), no_turn],
     }
