@@ -17,19 +17,15 @@ from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollout.chat.encoding import TAG, WrittenText
-from rollout.chat.messages import template_call
+from rollout.chat.encoding import TAG, TextEncoder, WrittenText
+from rollout.chat.messages import TemplateMessage, template_call
 from rollout.chat.reasoning import ends_with_opening, opens_reasoning
-from rollout.chat.rendering import render_escaped
+from rollout.chat.rendering import Render, render_escaped
 from rollout.chat.transcript import common_length
 from rollout.errors import TemplateError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-
-    from rollout.chat.encoding import TextEncoder
-    from rollout.chat.messages import TemplateMessage
-    from rollout.chat.rendering import Render
 
 #: Letters only, so that templates which trim or JSON-encode contents leave them recognisable.
 USER_MARKER = "rolloutUserMarker"

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -19,8 +19,6 @@ from rollout.utf8 import encodable, is_encodable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-T = TypeVar("T")
 
 EXPECTED = (
     "expected plain data: None, bool, int, float, str, bytes, list, tuple, dict, or an "
@@ -108,9 +106,9 @@ def simplify(value: Any) -> Any:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     record: Any = type(value)
-    names = [each.name for each in getattr(record, "__attrs_attrs__", ())]
-    names += getattr(record, "__struct_fields__", ())
-    names += [each.name for each in (fields(record) if is_dataclass(record) else ())]
+    names = [*getattr(record, "__struct_fields__", ())]
+    for own in (getattr(record, "__attrs_attrs__", ()), is_dataclass(record) and fields(record)):
+        names += [each.name for each in own or ()]
     if names:
         return {name: getattr(value, name, None) for name in names}
     if hasattr(value, "tolist"):
@@ -120,7 +118,7 @@ def simplify(value: Any) -> Any:
     return list(value) if isinstance(value, Sequence | Set) else value
 
 
-def show_value(value: Any, kind: Callable[[Any], T] = repr) -> T | str:  # type: ignore[assignment]
+def show_value(value: Any, kind: Callable[[Any], Any] = repr) -> Any:
     """A value as one that can be written, or at least what it is: the same in each process."""
     try:
         made = kind(value)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from rollout.chat.encoding import Place, WrittenText
+from rollout.chat.encoding import Place, TextEncoder, WrittenText
 from rollout.chat.messages import DIALECTS, TemplateMessage, as_parts, template_call
 from rollout.errors import TemplateError
 from rollout.utf8 import check_encodable
@@ -20,10 +20,8 @@ from rollout.utf8 import check_encodable
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rollout.chat.encoding import TextEncoder
-
 Tools = Sequence[Mapping[str, Any]] | None
-#: `render(messages, add_generation_prompt, tools=None)`.
+#: `render(messages, is_open, tools=None)`; an open text ends where the assistant's turn begins.
 Render = Callable[..., str]
 
 _USER: TemplateMessage = {"role": "user", "content": "q"}
@@ -58,17 +56,14 @@ class TemplateRenderer:
         self._reads_media = reads_media
 
     def render(
-        self,
-        messages: Sequence[TemplateMessage],
-        add_generation_prompt: bool,
-        tools: Tools = None,
+        self, messages: Sequence[TemplateMessage], is_open: bool, tools: Tools = None
     ) -> str:
         """The text of a conversation; tool calls and results in the template's own dialect.
 
         Raises:
             TemplateError: The template refuses the messages.
         """
-        return self._render(self.adapted(messages), add_generation_prompt, tools)
+        return self._render(self.adapted(messages), is_open, tools)
 
     def adapted(self, messages: Sequence[TemplateMessage]) -> Sequence[TemplateMessage]:
         """`messages` with tool calls and results as the template wants them."""
@@ -105,21 +100,15 @@ class TemplateRenderer:
         return [] if needs_list and _try(self._apply, [_USER], True, []) else None
 
     def _render(
-        self,
-        messages: Sequence[TemplateMessage],
-        add_generation_prompt: bool,
-        tools: Tools = None,
+        self, messages: Sequence[TemplateMessage], is_open: bool, tools: Tools = None
     ) -> str:
         offered = [dict(tool) for tool in tools] if tools else self._no_tools
         if self._takes_parts_only:
             messages = [{**each, "content": as_parts(each["content"])} for each in messages]
-        return self._apply(messages, add_generation_prompt, offered)
+        return self._apply(messages, is_open, offered)
 
     def _apply(
-        self,
-        messages: Sequence[TemplateMessage],
-        add_generation_prompt: bool,
-        tools: list[Any] | None,
+        self, messages: Sequence[TemplateMessage], is_open: bool, tools: list[Any] | None
     ) -> str:
         try:
             if self._compiled is not None and _is_plain(messages) and _is_plain(tools):
@@ -127,7 +116,7 @@ class TemplateRenderer:
                     messages=messages,
                     tools=tools,
                     documents=None,
-                    add_generation_prompt=add_generation_prompt,
+                    add_generation_prompt=is_open,
                     **self._variables,
                 )
             else:
@@ -135,7 +124,7 @@ class TemplateRenderer:
                     list(messages),
                     tools=tools,
                     chat_template=self.source,
-                    add_generation_prompt=add_generation_prompt,
+                    add_generation_prompt=is_open,
                     tokenize=False,
                     **self.kwargs,
                 )

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from rollout.chat.rendering import Tools
     from rollout.chat.transcript import Transcript
     from rollout.media import Media, PlacedMedia
     from rollout.media.processor import MediaProcessor
@@ -116,12 +115,15 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         max_tokens: int | None,
     ) -> WrittenText:
-        def render(marked: Sequence[TemplateMessage], offered: Tools) -> str:
-            return self._renderer.render(marked, True, offered)
-
-        read = template_messages(messages)
-        adapted = self._renderer.adapted(read)  # ids of calls as they are, unmarked
-        written = render_escaped(render, self.encoder, adapted, tools, max_tokens)
+        read, renderer = template_messages(messages), self._renderer
+        adapted = renderer.adapted(read)  # ids of calls as they are, unmarked
+        written = render_escaped(
+            lambda marked, offered: renderer.render(marked, True, offered),
+            self.encoder,
+            adapted,
+            tools,
+            max_tokens,
+        )
         if not written.text:
             roles = ", ".join(message["role"] for message in read)
             raise TemplateError(f"the chat template makes no text of [{roles}]")
