@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from rollout.errors import TemplateError
 
@@ -43,12 +43,18 @@ def is_name(value: object) -> TypeGuard[str]:
 
 
 def unencodable_text(value: object) -> str | None:
-    """The first text in plain data that UTF-8 cannot carry, names of its objects included."""
-    if isinstance(value, str):
-        return None if is_encodable(value) else value
-    inner: list[object] = []
-    if isinstance(value, Mapping):
-        inner = [*value, *value.values()]
-    elif isinstance(value, list | tuple):
-        inner = list(value)
-    return next((text for item in inner if (text := unencodable_text(item)) is not None), None)
+    """A text in plain data that UTF-8 cannot carry, names of its objects included."""
+    return next((text for text in list_texts([value]) if not is_encodable(text)), None)
+
+
+def list_texts(values: list[Any]) -> list[str]:
+    """The texts in plain data, names of its objects included."""
+    texts: list[str] = []
+    waiting: list[Any] = [values]
+    for value in waiting:  # which grows meanwhile
+        for item in value if isinstance(value, (list, tuple)) else (*value, *value.values()):
+            if isinstance(item, str):
+                texts.append(item)
+            elif isinstance(item, (dict, list, tuple, Mapping)):
+                waiting.append(item)
+    return texts

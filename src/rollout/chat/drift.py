@@ -76,9 +76,7 @@ def compare(
     """The first difference, and the kind of all of them together.
 
     Args:
-        transcript: Decoded, special tokens included.
-        rendering: Of the same conversation.
-        specials: Spellings of special tokens.
+        specials: Spellings of special tokens, which both texts may hold.
         is_reasoning_stripped: Whether `rendering` lacks reasoning of earlier turns.
     """
     if transcript == rendering:

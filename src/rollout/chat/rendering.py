@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.chat.encoding import Place, TextEncoder, WrittenText
 from rollout.chat.messages import DIALECTS, TemplateMessage, as_parts, template_call
 from rollout.errors import TemplateError
-from rollout.utf8 import check_encodable
+from rollout.utf8 import check_encodable, list_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -208,7 +208,7 @@ def render_escaped(
     """
     text = render(messages, tools)
     encoder.refuse_beyond(max_tokens, text)
-    if not encoder.pattern.search("\0".join(_list_texts(messages, tools or ()))):
+    if not encoder.pattern.search("\0".join(list_texts([messages, tools]))):
         return WrittenText(text)
     word = "rolloutSpecialToken"  # letters, which templates leave as they are
     while word in text:
@@ -261,15 +261,3 @@ def map_texts(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, Mapping):
         return {map_texts(key, change): map_texts(item, change) for key, item in value.items()}
     return [map_texts(each, change) for each in value] if isinstance(value, list | tuple) else value
-
-
-def _list_texts(*values: object) -> list[str]:
-    texts, waiting = list[str](), list[Any](values)
-    for value in waiting:  # which grows meanwhile
-        is_list = isinstance(value, (list, tuple))
-        for item in value if is_list else (*value, *value.values()):
-            if isinstance(item, str):
-                texts.append(item)
-            elif isinstance(item, (dict, list, tuple, Mapping)):
-                waiting.append(item)
-    return texts
