@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from chat_material import VOCABULARIES, chat, tokenizer
 from rollout.chat import ChatTemplate, encoding, tokenizer_backend
-from rollout.chat.encoding import TextEncoder, WrittenText, get_encoder
-from rollout.chat.tokenizer_backend import LONG, copy_tokenizer, make_plain_codec, spell_token
+from rollout.chat.encoding import TextEncoder, WrittenText, get_encoder, make_plain_codec
+from rollout.chat.tokenizer_backend import LONG, copy_tokenizer, spell_token
 from rollout.errors import TemplateError
 from rollout.testing import simulated_tokenizer
 
@@ -95,7 +95,7 @@ def test_fastokens_gives_the_ids_of_tokenizers(vocabulary: str) -> None:
     pytest.importorskip("fastokens")
     plain = copy_tokenizer(tokenizer(vocabulary).backend_tokenizer)
     plain.encode_special_tokens = True
-    assert tokenizer_backend._open_fastokens(plain) is not None
+    assert tokenizer_backend.open_fastokens(plain) is not None
 
 
 class OtherTokenizer:

@@ -25,8 +25,8 @@ from rollout.chat.tokenizer_backend import (
     copy_tokenizer,
     longest_token,
     make_encoder,
-    make_plain_codec,
     match_any,
+    open_fastokens,
 )
 from rollout.errors import TemplateError
 
@@ -181,6 +181,35 @@ def get_encoder(tokenizer: PreTrainedTokenizerBase) -> TextEncoder:
     if known is None or known.added != len(tokenizer.added_tokens_decoder):
         known = _ENCODERS[tokenizer] = TextEncoder(tokenizer)
     return known
+
+
+def make_plain_codec(backend: Any, specials: Iterable[str]) -> tuple[Encode, Decode]:
+    """What encodes texts in which none of `specials` is recognised, and what decodes ids.
+
+    All other added tokens are recognised. `backend` is a `tokenizers.Tokenizer`.
+    """
+    plain = copy_tokenizer(backend)
+    plain.add_special_tokens(list(specials))  # known already: they become special, ids stay
+    plain.encode_special_tokens = True
+    exact_encode, fast = make_encoder(plain), open_fastokens(plain)
+    exact_decode = partial(plain.decode, skip_special_tokens=False)
+    if fast is None:
+        return exact_encode, exact_decode
+    fast_encode, fast_decode = fast
+
+    def encode(text: str) -> bytes:
+        try:
+            return fast_encode(text)
+        except Exception:  # half of a character, or a limit of its regular expressions
+            return exact_encode(text)
+
+    def decode(ids: list[int]) -> str:
+        try:
+            return fast_decode(ids)
+        except Exception:  # an id that it does not know
+            return str(exact_decode(ids))
+
+    return encode, decode
 
 
 def _encode_in_python(tokenizer: Any, text: str, **options: bool) -> bytes:

@@ -13,7 +13,7 @@ import json
 import logging
 import re
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -156,35 +156,6 @@ def _write_pattern(tree: dict[str, Any]) -> str:
     return f"(?:{'|'.join(branches)}){'?' if '' in tree else ''}"
 
 
-def make_plain_codec(backend: Any, specials: Iterable[str]) -> tuple[Encode, Decode]:
-    """What encodes texts in which none of `specials` is recognised, and what decodes ids.
-
-    All other added tokens are recognised. `backend` is a `tokenizers.Tokenizer`.
-    """
-    plain = copy_tokenizer(backend)
-    plain.add_special_tokens(list(specials))  # known already: they become special, ids stay
-    plain.encode_special_tokens = True
-    exact_encode, fast = make_encoder(plain), _open_fastokens(plain)
-    exact_decode = partial(plain.decode, skip_special_tokens=False)
-    if fast is None:
-        return exact_encode, exact_decode
-    fast_encode, fast_decode = fast
-
-    def encode(text: str) -> bytes:
-        try:
-            return fast_encode(text)
-        except Exception:  # half of a character, or a limit of its regular expressions
-            return exact_encode(text)
-
-    def decode(ids: list[int]) -> str:
-        try:
-            return fast_decode(ids)
-        except Exception:  # an id that it does not know
-            return str(exact_decode(ids))
-
-    return encode, decode
-
-
 def make_encoder(backend: Any) -> Encode:
     """Encodes by `tokenizers`; added tokens are recognised as the tokenizer is set."""
 
@@ -202,7 +173,7 @@ def make_encoder(backend: Any) -> Encode:
     return encode
 
 
-def _open_fastokens(plain: Any) -> tuple[Encode, Decode] | None:
+def open_fastokens(plain: Any) -> tuple[Encode, Decode] | None:
     """The same by `fastokens`; None where it is not installed, or gives other ids or texts."""
     try:
         import fastokens
