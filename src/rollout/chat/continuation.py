@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollout.chat.encoding import TAG, TextEncoder, WrittenText
 from rollout.chat.messages import TemplateMessage, template_call
-from rollout.chat.reasoning import ends_with_opening, opens_reasoning
+from rollout.chat.reasoning import ends_with_opening
 from rollout.chat.rendering import Render, render_escaped
 from rollout.chat.transcript import common_length
 from rollout.errors import TemplateError
@@ -62,7 +62,7 @@ class ContinuationRenderer:
         self.encoder = encoder
         self._source = source
         self._specials = frozenset(encoder.specials.values())
-        self._patterns: dict[tuple[tuple[str, ...], ...], tuple[bool, str, bool]] = {}
+        self._patterns: dict[tuple[tuple[str, ...], ...], bool] = {}
 
     def render(
         self, messages: Sequence[TemplateMessage], max_tokens: int | None = None
@@ -82,21 +82,18 @@ class ContinuationRenderer:
             TooManyTokens: They certainly have more than `max_tokens`.
         """
         key = tuple([(message["role"], *message) for message in messages])
-        pattern = self._patterns.get(key)
-        if pattern is None:
+        is_calling = self._patterns.get(key)
+        if is_calling is None:
             if len(self._patterns) >= _PATTERNS:
                 self._patterns.clear()
-            pattern = self._patterns[key] = self._find_pattern(messages)
-        is_calling, opening, opens = pattern
+            is_calling = self._patterns[key] = self._must_follow_call(messages)
 
         def render(marked: Sequence[TemplateMessage], _: object) -> str:
             return self._render_after(marked, is_calling)
 
         written = render_escaped(render, self.encoder, messages, None, max_tokens)
         turn_end = self.turn_ends.calls if is_calling else self._find_end(written.text)
-        if not written.text.endswith(opening):
-            opens = ends_with_opening(written.text)
-        return written, turn_end, opens
+        return written, turn_end, ends_with_opening(written.text)
 
     @cached_property
     def turn_ends(self) -> TurnEnds:
@@ -197,19 +194,17 @@ class ContinuationRenderer:
             return common_prefix(end, after, self.encoder)
         return other
 
-    def _find_pattern(self, messages: Sequence[TemplateMessage]) -> tuple[bool, str, bool]:
-        """Whether messages like these must follow a call, the opening of the turn after them, and
-        whether that opens reasoning.
+    def _must_follow_call(self, messages: Sequence[TemplateMessage]) -> bool:
+        """Whether messages like these must follow a call of their tools.
 
-        Results follow a call where the template then writes them in another way than after a text.
+        Results do where the template then writes them in another way than after a text.
 
         Raises:
             TemplateError: The template refuses them or cannot be used append-only.
         """
-        *_, last = markers = [f"rolloutContentMarker{at}x" for at in range(len(messages))]
         marked = [
-            {**message, "content": marker}
-            for message, marker in zip(messages, markers, strict=True)
+            {**message, "content": f"rolloutContentMarker{at}x"}
+            for at, message in enumerate(messages)
         ]
         may_call = messages[0]["role"] == "tool" and self._after_call is not None
         after, refusals = dict[bool, str](), list[TemplateError]()
@@ -220,9 +215,7 @@ class ContinuationRenderer:
                 refusals.append(error)
         if not after:
             raise refusals[0]
-        is_calling = True in after and after[True] != after.get(False)
-        opening = after[is_calling].rpartition(last)[2]
-        return is_calling, opening, opens_reasoning(opening)
+        return True in after and after[True] != after.get(False)
 
     def _examine(self, marked: Sequence[TemplateMessage], *, is_calling: bool) -> str:
         """What the template writes after the assistant's content where messages hold markers.

@@ -127,14 +127,13 @@ class ChatTemplate:
         if not written.text:
             roles = ", ".join(message["role"] for message in read)
             raise TemplateError(f"the chat template makes no text of [{roles}]")
-        return self._expand_media(written, adapted, (), max_tokens)
+        return self._expand_media(written, adapted)
 
     def _expand_media(
         self,
         written: WrittenText,
         messages: Sequence[TemplateMessage],
-        before: Sequence[Media],
-        max_tokens: int | None,
+        before: Sequence[Media] = (),
     ) -> WrittenText:
         """A text with all the placeholders of the media in messages."""
         media = list_media(messages)
@@ -142,9 +141,7 @@ class ChatTemplate:
             return written
         if self.processor is None:
             raise MediaError(f"{len(media)} images or videos: the model reads text only")
-        expanded = WrittenText(*self.processor.expand(written.text, written.plain, media, before))
-        self.encoder.refuse_beyond(max_tokens, expanded.text)
-        return expanded
+        return WrittenText(*self.processor.expand(written.text, written.plain, media, before))
 
     def places_of(self, ids: Sequence[int], media: Sequence[Media]) -> tuple[PlacedMedia, ...]:
         """Where media stand among the ids of their messages, which hold no others."""
@@ -189,8 +186,7 @@ class ChatTemplate:
         adapted = self._renderer.adapted(template_messages(messages))
         room = None if max_tokens is None else max_tokens + TURN_END_ROOM
         written, turn_end, opens = self._continuations.render(adapted, room)
-        written = self._expand_media(written, adapted, before, room)
-        ids = self.encoder.encode(written, room)
+        ids = self.encoder.encode(self._expand_media(written, adapted, before), room)
         if after is not None and len(after):
             ids = ids[self._continuations.past(ids, turn_end, after) :]
         return ids, opens
@@ -227,7 +223,7 @@ class ChatTemplate:
                 if with_calls and not drifts:
                     raise
                 continue
-            rendering = self._expand_media(WrittenText(full), read, (), None).text
+            rendering = self._expand_media(WrittenText(full), read).text
             rendering = _replace_all(rendering, {word: token for token, word in words.items()})
             if rendering != text:  # the vocabulary may not spell every text (NFC, missing bytes)
                 rendering = self.decode(self.encoder.encode(rendering))
@@ -297,9 +293,7 @@ class ChatTemplate:
 
     def ends_in_reasoning(self, ids: Sequence[int]) -> bool:
         """Whether the turn after a prompt of `ids` begins inside reasoning, as its end says."""
-        opening = self._around_question[1]
-        text = self.decode(ids[-len(opening) - 64 :])
-        return self.opens_reasoning if text.endswith(opening) else ends_with_opening(text)
+        return ends_with_opening(self.decode(ids[-64:]))
 
     @cached_property
     def added_system_prompt(self) -> str:
