@@ -106,7 +106,7 @@ def simplify(value: Any) -> Any:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     record: Any = type(value)
-    names = [*getattr(record, "__struct_fields__", ())]
+    names = [*value.__struct_fields__] if isinstance(value, msgspec.Struct) else []
     for own in (getattr(record, "__attrs_attrs__", ()), is_dataclass(record) and fields(record)):
         names += [each.name for each in own or ()]
     if names:
