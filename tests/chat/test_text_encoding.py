@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from array import array
 from typing import TYPE_CHECKING, Any
@@ -215,6 +216,21 @@ def test_encode_by_a_tokenizer_that_cannot_be_split_keeps_spelled_tokens_text(na
     ids = encoder.encode(WrittenText("<a>a <b> b<a>", ((5, 8),))).tolist()
     first, other = encoder.specials["<a>"], encoder.specials["<b>"]
     assert [ids.count(first), ids.count(other)] == [2, 0]
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+@pytest.mark.parametrize(
+    "text", ["e <b> <a>a ghi b<a> c <b> \n", "ghi<a>e <b> \n <a>ghi ghi <a>\n"]
+)
+def test_encode_by_a_tokenizer_that_cannot_be_split_adds_nothing_beside_spelled_tokens(
+    name: str, text: str
+) -> None:
+    encoder = TextEncoder(UNUSUAL[name])
+    ids = {letter: UNUSUAL[name].convert_tokens_to_ids(letter) for letter in "ghi<b>"}
+    spelt = {ids["g"]: ids["<"], ids["h"]: ids["b"], ids["i"]: ids[">"]}
+    expected = [spelt.get(each, each) for each in encoder.encode(text)]
+    plain = tuple(match.span() for match in re.finditer("ghi", text))
+    assert encoder.encode(WrittenText(text.replace("ghi", "<b>"), plain)).tolist() == expected
 
 
 def test_encode_by_a_tokenizer_in_python_splits_plain_places() -> None:

@@ -4,7 +4,7 @@ A `TextEncoder` splits a text at the special tokens that the template wrote, enc
 between two of them as plain text, and remembers the last pieces by their exact text: the system's
 message with the tools is encoded once for many prompts, and a question once for a group.
 
-Where a tokenizer cannot be split so, the whole text is encoded, unless places in it stay plain.
+Where a tokenizer cannot be split so, the whole text is encoded.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ from rollout.chat.tokenizer_backend import (
 from rollout.errors import TemplateError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from transformers import PreTrainedTokenizerBase
 
 #: Where text must be kept from being read as special tokens: ``[start, stop)``.
 Place = tuple[int, int]
 
+#: Begins and ends the marks that stand for special tokens; of a private plane, so in no text.
+_BOUNDARY = "\U000f5a17"
 #: Pieces of text that an encoder remembers, and characters of one at most.
 _REMEMBERED, _LARGEST_PIECE = 256, 32_768
 #: Markup that some vocabularies (Gemma's) hold as ordinary entries of their table of added tokens.
@@ -76,9 +78,8 @@ class WrittenText(msgspec.Struct, frozen=True):
 class TextEncoder:
     """Text to ids by one tokenizer, no special token added. Get one by `get_encoder`.
 
-    A tokenizer that cannot be split, and one that transformers runs in Python, encodes whole texts;
-    those with plain places piece by piece all the same, so that white space at their joints may
-    become other tokens. Safe to use from several threads.
+    A tokenizer that transformers runs in Python encodes whole texts, and those with plain places
+    piece by piece. Safe to use from several threads.
 
     Attributes:
         specials: Spelling and id of each token that a template may write: those marked special,
@@ -98,6 +99,7 @@ class TextEncoder:
         self.added = len(tokens)
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._encode_whole: Encode | None = None
+        self._encode_marked: Callable[[list[str]], array[int]] | None = None
         if self._backend is None:
             self._decode: Decode = lambda ids: str(
                 tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -109,6 +111,7 @@ class TextEncoder:
             self._encode_plain, self._decode = make_plain_codec(self._backend, self.specials)
             if not can_be_split(self._backend):
                 self._encode_whole = make_encoder(copy_tokenizer(self._backend))
+                self._encode_marked = _make_marked_encoder(self._backend, self.specials)
         self._remember = lru_cache(_REMEMBERED)(self._encode_plain)
 
     def encode(self, written: WrittenText | str, max_tokens: int | None = None) -> array[int]:
@@ -127,8 +130,10 @@ class TextEncoder:
         self.refuse_beyond(max_tokens, written.text)
         if self._encode_whole is not None and not written.plain:
             return array("i", self._encode_whole(written.text))
-        ids: array[int] = array("i")
-        for at, part in enumerate(self.split(written)):
+        ids, parts = array("i"), self.split(written)
+        if self._encode_marked is not None and _BOUNDARY not in written.text:
+            return self._encode_marked(parts)
+        for at, part in enumerate(parts):
             if at % 2:
                 ids.append(self.specials[part])
             elif part:
@@ -183,14 +188,45 @@ def get_encoder(tokenizer: PreTrainedTokenizerBase) -> TextEncoder:
     return known
 
 
+def _make_marked_encoder(
+    backend: Any, specials: Mapping[str, int]
+) -> Callable[[list[str]], array[int]]:
+    """Encodes the parts of a text as one, in which marks stand for the special tokens.
+
+    A mark takes the white space around it as its token does.
+    """
+    from tokenizers import AddedToken
+
+    marked, tokens = _copy_as_plain(backend, specials), backend.get_added_tokens_decoder()
+    marks = {name: f"{_BOUNDARY}{name}{_BOUNDARY}" for name in specials}
+    added = ((mark, tokens[specials[name]]) for name, mark in marks.items())
+    marked.add_tokens(
+        [AddedToken(m, lstrip=t.lstrip, rstrip=t.rstrip, normalized=False) for m, t in added]
+    )
+    special_ids = {marked.token_to_id(mark): specials[name] for name, mark in marks.items()}
+    encode = make_encoder(marked)
+
+    def encode_parts(parts: list[str]) -> array[int]:
+        text = "".join(marks[part] if at % 2 else part for at, part in enumerate(parts))
+        return array("i", [special_ids.get(each, each) for each in array("i", encode(text))])
+
+    return encode_parts
+
+
+def _copy_as_plain(backend: Any, specials: Iterable[str]) -> Any:
+    """A copy that recognises none of `specials`, and all other added tokens."""
+    plain = copy_tokenizer(backend)
+    plain.add_special_tokens(list(specials))  # known already: they become special, ids stay
+    plain.encode_special_tokens = True
+    return plain
+
+
 def make_plain_codec(backend: Any, specials: Iterable[str]) -> tuple[Encode, Decode]:
     """What encodes texts in which none of `specials` is recognised, and what decodes ids.
 
     All other added tokens are recognised. `backend` is a `tokenizers.Tokenizer`.
     """
-    plain = copy_tokenizer(backend)
-    plain.add_special_tokens(list(specials))  # known already: they become special, ids stay
-    plain.encode_special_tokens = True
+    plain = _copy_as_plain(backend, specials)
     exact_encode, fast = make_encoder(plain), open_fastokens(plain)
     exact_decode = partial(plain.decode, skip_special_tokens=False)
     if fast is None:
