@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from rollout.chat.parsers.json_calls import (
     FaultyCall,
-    find_last_calls,
     read_arguments,
     read_json,
     read_json_text,
-    skip_space,
 )
 from rollout.chat.parsers.registry import ParsedTurn, register_tool_parser
 from rollout.chat.parsers.scan import MAX_TAGS, TooManyCalls, TurnScan
@@ -41,12 +39,7 @@ _END_OF_CONTENT = re.compile(
     rf"|<\|(start)\|>(?={_PIECE}(?:{_HEADER}|<\|channel\|>{_PIECE}\Z|(?<=\w)\Z))"
     rf"|<\|(channel)\|>(?={_PIECE}(?:<\|constrain\|>{_PIECE})?<\|message\|>)"
 )
-#: What ends a call, with the header of the next one.
-_NEXT = re.compile(
-    rf"{_STOP}\s*(?=(?:[^<]|<\|(?:start|channel)\|>){{0,300}}\sto=)"
-    rf"(?:<\|start\|>{_PIECE})?{_HEADER}\s*"
-)
-_LAST = re.compile(rf"(?:{_STOP}\s*){{1,3}}\Z")
+_NESTED = re.compile(rf"(?P<opens><\|message\|>)|(?P<closes>{_STOP})")
 #: Recipients that are no tools.
 _PEOPLE = ("", "assistant", "user", "all")
 
@@ -108,7 +101,7 @@ def _read_message(scan: TurnScan, start: int, body: int, header: str) -> int:
     is_analysis, is_call = channel == "analysis", recipient not in _PEOPLE
     ends = _END_OF_ANALYSIS if is_analysis else _END_OF_CALL if is_call else _END_OF_CONTENT
     is_json = is_call and not is_analysis
-    end = ends.search(scan.text, _find_end_of_json(scan.text, body) if is_json else body)
+    end = ends.search(scan.text, _find_end_of_json(scan, body) if is_json else body)
     stop, token = (len(scan.text), "") if end is None else (end.start(), end[0])
     if is_json:
         _add_call(scan, start, body, stop, recipient)
@@ -122,14 +115,14 @@ def _read_message(scan: TurnScan, start: int, body: int, header: str) -> int:
     return stop if token in ("", "<|start|>", "<|channel|>") else stop + len(token)
 
 
-def _find_end_of_json(text: str, body: int) -> int:
-    """Where the JSON of a call ends; of faulty JSON before calls that are sound, to the end."""
+def _find_end_of_json(scan: TurnScan, body: int) -> int:
+    """Where the JSON of a call ends; of faulty JSON where the message does that holds it."""
     try:
-        return read_json(text, skip_space(text, body))[1]
-    except FaultyCall as error:
-        last = None if error.is_cut else _LAST.search(text, body)
-        end = len(text) if last is None else last.start()
-        return end if error.is_cut else find_last_calls(text, body, _NEXT, end)
+        return read_json(scan.text, scan.skip_space(body))[1]
+    except FaultyCall as fault:
+        nesting = scan.nesting(_NESTED)
+        end = None if fault.is_cut else nesting.find_end(body)
+        return len(scan.text) if end is None else nesting.spans[end][0]
 
 
 def _read_header(text: str) -> tuple[str, str]:

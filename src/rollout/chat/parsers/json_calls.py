@@ -15,8 +15,6 @@ from typing import Any
 MAX_DEPTH = 100
 #: What may stand before JSON, also where a string quotes it.
 GAP = r"(?:\s|\\[nrt])*+"
-#: Calls that are read to find the end of a faulty one.
-_MAX_READ = 128
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _SPACE = re.compile(r"\s*+")
 
@@ -143,28 +141,6 @@ def read_arguments(value: object, key: str = "arguments") -> dict[str, Any]:
     if not isinstance(value, dict):
         raise FaultyCall(f'"{key}" must be an object, not {_kind(value)}')
     return value
-
-
-def find_last_calls(text: str, at: int, head: re.Pattern[str], end: int | None = None) -> int:
-    """Where a faulty call ends: before calls that are well-formed, and nothing else, to the end.
-
-    Other calls after it may be quoted in it.
-
-    Args:
-        text: The turn.
-        at: Where to search from.
-        head: What divides calls, and stands before the JSON of the next one.
-        end: Where the last call ends; the end of the text by default.
-    """
-    stop = len(text) if end is None else end
-    for opening in reversed(list(head.finditer(text, at, stop))[-_MAX_READ:]):
-        try:
-            end_of_json = read_json(text, opening.end())[1]
-        except FaultyCall:
-            continue  # a call before it may quote it
-        if end_of_json <= stop and not text[end_of_json:stop].strip():
-            stop = opening.start()
-    return stop
 
 
 def _kind(value: object) -> str:

@@ -238,10 +238,6 @@ class PythonicParser(TaggedParser):
         assert first is not None
         return add_call_list(scan, first, is_marked=True)
 
-    def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
-        fault.at = opening.end()
-        return super().find_end(scan, opening, fault) if opening[0] == _START else len(scan.text)
-
 
 def add_call_list(scan: TurnScan, opening: re.Match[str], *, is_marked: bool = False) -> int:
     """Add the calls of the list that `opening` begins; return the position after it."""
@@ -254,6 +250,7 @@ def add_call_list(scan: TurnScan, opening: re.Match[str], *, is_marked: bool = F
         calls, stop = read_call_list(scan.text, start)
     except FaultyCall as fault:
         if is_meant and _DOTS.match(scan.text, start) is None:
+            fault.is_cut = not is_marked
             raise
         return scan.add_content(start, max(fault.at, opening.end()))
     for call in calls:

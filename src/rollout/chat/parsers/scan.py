@@ -13,7 +13,12 @@ from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rollout.chat.parsers.json_calls import FaultyCall, read_call_object, skip_space
+from rollout.chat.parsers.json_calls import (
+    FaultyCall,
+    read_arguments,
+    read_call_object,
+    skip_space,
+)
 from rollout.chat.parsers.registry import ParsedTurn, read_function, strip_stop
 from rollout.types import InvalidToolCall, ToolCall
 from rollout.utf8 import encodable, is_name, unencodable_text
@@ -238,17 +243,30 @@ class TurnScan:
         self._pieces.append((raw, False))
         return self.end_call(stop)
 
-    def add_json_call(self, start: int, stop: int, value: object, *keys: str) -> int:
+    def add_json_call(
+        self,
+        start: int,
+        stop: int,
+        value: object,
+        *keys: str,
+        name: str = "",
+        call_id: object = None,
+    ) -> int:
         """Record the call that a JSON value describes, valid or not; return `stop`.
 
         Args:
             start, stop: Of its text.
-            value: What the JSON says; `keys` as in `read_call_object`.
+            value: The arguments where there is a `name`, else a call with `keys` as in
+                `read_call_object`.
+            name, call_id: Where they stand outside the JSON.
         """
         try:
-            name, arguments, call_id = read_call_object(value, *keys)
-        except FaultyCall as error:
-            return self.add_invalid(start, stop, str(error))
+            if name:
+                arguments = read_arguments(value)
+            else:
+                name, arguments, call_id = read_call_object(value, *keys)
+        except FaultyCall as fault:
+            return self.add_invalid(start, stop, str(fault))
         return self.add_call(start, stop, name, arguments, call_id)
 
     def _add(self, start: int, call: ToolCall | InvalidToolCall) -> None:
@@ -278,7 +296,7 @@ class TaggedParser(ABC):
     stop_tokens: ClassVar[tuple[str, ...]] = ()
     reasoning_tags: ClassVar[tuple[tuple[str, str], ...]] = (("<think>", "</think>"),)
     opening: ClassVar[str]
-    nested: ClassVar[re.Pattern[str]]
+    nested: ClassVar[re.Pattern[str]] = re.compile(r"(?!)")
     _tag: ClassVar[re.Pattern[str]]
 
     def __init_subclass__(cls) -> None:
@@ -302,7 +320,7 @@ class TaggedParser(ABC):
 
     def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
         """Where a faulty call ends: with all that may be quoted in it, or before the next tag."""
-        at = max(fault.at, opening.end())
+        at = opening.end() if fault.is_open else fault.at
         stop = None if fault.is_cut else scan.nesting(self.nested).find_stop(at)
         if stop is not None:
             return stop
