@@ -111,7 +111,7 @@ def _read_message(scan: TurnScan, start: int, body: int, header: str) -> int:
         reason = "a call on the analysis channel is not executed; use the commentary channel"
         scan.add_invalid(start, stop, reason)
     else:
-        scan.add_reasoning(body, stop)
+        scan.add_reasoning(scan.text[body:stop])
     return stop if token in ("", "<|start|>", "<|channel|>") else stop + len(token)
 
 

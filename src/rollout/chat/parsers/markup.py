@@ -78,38 +78,21 @@ class MarkupParser(TaggedParser):
 
     def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
         text, at, is_block = scan.text, opening.end(), opening[0].startswith(self.block[0])
-        follower = scan.skip_space(at)
-        is_spaced = at < follower and "\n" not in text[at:follower]
         if opening["name"] is None:
-            return self._is_block_meant(
-                scan, at, "" if is_spaced else text[follower : follower + 20]
-            )
+            tag = self._next.search(text, at) if self.needs_block else None
+            is_before_call = tag is not None and self.nested.match(text, tag.start()) is not None
+            return is_before_call or scan.is_meant(at, self.block[1])
+        follower = scan.skip_space(at)
         if self.needs_block and not is_block:
             is_in_block = scan.end_of_call >= 0 and not scan.has_ended(self.block[1])
             is_begun = self.nested.match(text, opening.start()) is not None
             return is_in_block and (is_begun or scan.follows_call(opening.start()))
         if scan.nesting(self.nested).find_end(at) is not None:
             return True
-        if is_spaced and not scan.is_at_line_start:
-            return False
         if text.startswith(self.end_call, follower):
             is_code = scan.is_in_fence or text.endswith("`", 0, opening.start())
             return is_block or not is_code
-        if is_block and (self.needs_block or self._next.match(text, follower) is not None):
-            return True
-        if text.find(">", follower) < 0 and (is_block or text.startswith("<", follower)):
-            return text[follower : follower + 1] in ("", "<")
-        is_parameter = self._parameter.match(text, follower) is not None
-        return is_parameter or (is_block and scan.is_meant(at, self.end_call))
-
-    def _is_block_meant(self, scan: TurnScan, at: int, follower: str) -> bool:
-        """Whether a block was meant that ends at `at` and that no call follows."""
-        head = self.example.partition("NAME")[0].rstrip('"')
-        if follower and (follower.startswith(head) or head.startswith(follower)):
-            return True
-        tag = self._next.search(scan.text, at) if self.needs_block else None
-        is_before_call = tag is not None and self.nested.match(scan.text, tag.start()) is not None
-        return is_before_call or scan.is_meant(at, self.block[1])
+        return is_block or self._parameter.match(text, follower) is not None
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
         if opening["name"] is None or self.name.fullmatch(opening["name"]) is None:
