@@ -174,11 +174,6 @@ def cases(block: str, think: str, end: str) -> list[Case]:
             ],
         ),
         Case(
-            "a_number_twice_takes_the_last",
-            call("weather", days="1").replace("</f", "<parameter=days>2</parameter></f"),
-            calls=[Good("weather", {"days": 2})],
-        ),
-        Case(
             "a_text_twice_may_quote_its_own_tags",
             f"{begin}<function=weather><parameter=city>a</parameter><parameter=city>b</parameter>"
             f"</function>{end_block}",

@@ -136,12 +136,6 @@ CASES = [
         ],
     ),
     Case(
-        "a_number_twice_takes_the_last",
-        "<tool_call>weather<arg_key>days</arg_key><arg_value>1</arg_value>"
-        "<arg_key>days</arg_key><arg_value>2</arg_value></tool_call>",
-        calls=[Good("weather", {"days": 2})],
-    ),
-    Case(
         "a_text_twice_may_quote_its_own_tags",
         "<tool_call>weather<arg_key>city</arg_key><arg_value>a</arg_value>"
         "<arg_key>city</arg_key><arg_value>b</arg_value></tool_call>",

@@ -18,8 +18,6 @@ from rollout.chat.parsers.pythonic import read_literal
 from rollout.chat.parsers.registry import read_function
 
 _ALL = frozenset(("null", "boolean", "integer", "number", "object", "array", "string"))
-#: Types whose values no text stands in.
-_PLAIN = frozenset(("null", "boolean", "integer", "number"))
 _TYPES = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string"}
 _TYPES |= {dict: "object", list: "array"}
 #: Names that tool authors use in place of JSON schema's.
@@ -58,10 +56,6 @@ class ArgumentTypes:
         """Whether the function has a parameter `name`; any, where its schema names none."""
         is_open = not self._properties or bool(self._root.get("additionalProperties"))
         return is_open or name in self._properties
-
-    def may_be_text(self, name: str) -> bool:
-        """Whether the parameter `name` may have a value in which any text may stand."""
-        return not self._types(name) <= _PLAIN
 
     def convert(self, name: str, text: str) -> Any:
         """What `text` means as the parameter `name`."""

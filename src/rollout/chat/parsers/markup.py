@@ -6,6 +6,7 @@ Values have no types of their own; the tool's schema gives them (see `argument_t
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from rollout.chat.parsers.argument_types import ArgumentTypes
@@ -21,7 +22,7 @@ class MarkupParser(TaggedParser):
     format needs them; the end tags of a call and of each parameter may not. A tag that no call
     follows is content.
 
-    A value that may be text ends at the last end tag before the next parameter of the schema, or
+    A value ends at the last end tag before the next parameter of the schema, or
     before the end of the call: what it quotes, calls of its own format included, is part of it.
 
     Attributes:
@@ -95,18 +96,16 @@ class MarkupParser(TaggedParser):
         return is_block or self._parameter.match(text, follower) is not None
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        if opening["name"] is None or self.name.fullmatch(opening["name"]) is None:
+        if self.name.fullmatch(opening["name"] or "") is None:
             at = opening.end() if opening["name"] is None else opening.start("name")
-            raise FaultyCall(f"expected {self.example}", _skip_json(scan, at), is_open=False)
-        begin, end = self.block
-        is_nested = (
-            scan.end_of_call >= 0 and opening[0].startswith(begin) and not scan.has_ended(end)
-        )
-        if self.needs_block and is_nested and not scan.follows_call(opening.start()):
-            raise FaultyCall(f"the block before is not closed by {end}", opening.end())
+            with suppress(FaultyCall):  # JSON, as other formats write calls, may quote tags
+                at = read_json(scan.text, scan.skip_space(at))[1]
+            raise FaultyCall(f"expected {self.example}", at, is_open=False)
         name = opening["name"].strip().strip("\"'").strip()
         arguments, stop = self._read_parameters(scan, opening.end(), name)
-        return scan.add_call(opening.start(), scan.skip_tag(end, stop), name, arguments)
+        return scan.add_call(
+            opening.start(), scan.skip_tag(self.block[1], stop), name, arguments
+        )
 
     def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
         stop = scan.nesting(self.nested).find_stop(fault.at)
@@ -124,8 +123,7 @@ class MarkupParser(TaggedParser):
     ) -> tuple[dict[str, Any], int]:
         """The arguments that start at `at`, and the end of the call.
 
-        Of numbers and the like with equal names the last one counts; a text that is given twice may
-        as well be one that quotes its own tags.
+        A value that is given twice may as well be one that quotes its own tags.
 
         Raises:
             FaultyCall: Something else stands there, or the text ends.
@@ -140,26 +138,15 @@ class MarkupParser(TaggedParser):
                 unclosed = f"the call is not closed by {self.end_call}"
                 raise FaultyCall(expected if seen else unclosed, at, is_open=False)
             name, body = opening[1].strip(), opening.end()
-            if not types.may_be_text(name):
-                stop = self._find_end_of_plain(scan, name, body)
-            elif name not in arguments:
-                stop = self._find_end_of_text(scan, name, body, types)
-            else:
+            if name in arguments:
                 raise FaultyCall(f"the parameter {name!r} is given twice", body)
+            stop = self._find_end_of_value(scan, name, body, types)
             arguments[name] = types.convert(name, self.trim(scan.text[body:stop]))
             at = stop + len(self.end_parameter)
         return arguments, at + len(self.end_call)
 
-    def _find_end_of_plain(self, scan: TurnScan, name: str, body: int) -> int:
-        """Where a value that is no text ends: no other tag may stand in it."""
-        stop = scan.find("<", body)
-        if scan.text.startswith(self.end_parameter, stop):
-            return stop
-        reason = f"the parameter {name!r} is not closed by {self.end_parameter}"
-        raise FaultyCall(reason, stop, is_open=False)
-
-    def _find_end_of_text(self, scan: TurnScan, name: str, body: int, types: ArgumentTypes) -> int:
-        """Where a value ends that may be text, tags included."""
+    def _find_end_of_value(self, scan: TurnScan, name: str, body: int, types: ArgumentTypes) -> int:
+        """Where the value that begins at `body` ends, which may hold tags."""
         nesting = scan.nesting(self.nested)
         end = nesting.find_end(body)
         if end is None:
@@ -181,14 +168,6 @@ class MarkupParser(TaggedParser):
             reason = f"{self.end_call} stands in the parameter {name!r}, or several calls are mixed"
             raise FaultyCall(reason, body)
         return nesting.spans[end][0]
-
-
-def _skip_json(scan: TurnScan, at: int) -> int:
-    """After the JSON that begins at `at`, which may quote tags; `at` where there is none."""
-    try:
-        return read_json(scan.text, scan.skip_space(at))[1]
-    except FaultyCall:
-        return at
 
 
 @register_tool_parser("qwen3_coder")
@@ -256,9 +235,7 @@ class Glm4Parser(MarkupParser):
             return True
         if self.name.fullmatch(name) is None:
             return scan.nesting(self.nested).find_end(stop) is not None
-        if scan.text.startswith("<arg_key>", stop):
-            return True
         if scan.text.startswith(self.end_call, stop):
             return name.strip() in scan.tool_names or not scan.tool_names
-        is_cut = stop == len(scan.text) or scan.text.startswith("<tool_call>", stop)
-        return is_cut and not name[0].isspace() and scan.is_at_line_start
+        is_before_call = scan.text.startswith("<tool_call>", stop) and scan.is_at_line_start
+        return is_before_call or scan.text.startswith("<arg_key>", stop)
