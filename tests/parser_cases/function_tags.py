@@ -70,9 +70,9 @@ def cases(block: str, think: str, end: str) -> list[Case]:
         ),
         Case(
             "nothing_is_evaluated",
-            call("search", tags="[__import__('os').system('true')]", filters="{1: 2}"),
+            call("search", tags="[__import__('os').system('true')]", filters="{x: 2}"),
             calls=[
-                Good("search", {"tags": "[__import__('os').system('true')]", "filters": "{1: 2}"})
+                Good("search", {"tags": "[__import__('os').system('true')]", "filters": "{x: 2}"})
             ],
         ),
         Case(

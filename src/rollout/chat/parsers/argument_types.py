@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from rollout.chat.parsers.json_calls import read_number
-from rollout.chat.parsers.pythonic import read_literal
+from rollout.chat.parsers.pythonic import read_bare
 from rollout.chat.parsers.registry import read_function
 
 _ALL = frozenset(("null", "boolean", "integer", "number", "object", "array", "string"))
@@ -65,7 +64,7 @@ class ArgumentTypes:
                 if body == (choice if isinstance(choice, str) else json.dumps(choice)):
                     return choice
         with suppress(ValueError):
-            value = _read(body)
+            value = read_bare(body)
             kind, types = _TYPES[type(value)], self._types(name)
             if kind == "number" and "integer" in types and value.is_integer():
                 return int(value)
@@ -114,15 +113,6 @@ def _types(schema: Any, root: Mapping[str, Any], steps: int = _MAX_STEPS) -> fro
     if types and schema.get("nullable") is True:  # as OpenAPI and transformers write it
         types.add("null")
     return frozenset(types)
-
-
-def _read(body: str) -> Any:
-    """What `body` writes other than a string; a ValueError where it is nothing else."""
-    if body in ("null", "None"):
-        return None
-    if body.lower() in ("true", "false"):
-        return body.lower() == "true"
-    return read_literal(body) if body.startswith(("{", "[", "(")) else read_number(body)
 
 
 def _items(schema: Mapping[str, Any], *keys: str) -> list[Any]:

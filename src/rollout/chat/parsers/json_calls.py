@@ -15,7 +15,6 @@ from typing import Any
 MAX_DEPTH = 100
 #: What may stand before JSON, also where a string quotes it.
 GAP = r"(?:\s|\\[nrt])*+"
-_NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _SPACE = re.compile(r"\s*+")
 
 
@@ -53,13 +52,6 @@ def _read_float(literal: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{literal[:20]} is too large a number")
     return number
-
-
-def read_number(text: str) -> int | float:
-    """The number that a bare word writes; ValueError where it is none, or overflows."""
-    if _NUMBER.fullmatch(text) is None:
-        raise ValueError("no number")
-    return _read_float(text) if any(sign in text for sign in ".eE") else int(text)
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_read_float)

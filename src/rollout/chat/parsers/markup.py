@@ -103,9 +103,7 @@ class MarkupParser(TaggedParser):
             raise FaultyCall(f"expected {self.example}", at, is_open=False)
         name = opening["name"].strip().strip("\"'").strip()
         arguments, stop = self._read_parameters(scan, opening.end(), name)
-        return scan.add_call(
-            opening.start(), scan.skip_tag(self.block[1], stop), name, arguments
-        )
+        return scan.add_call(opening.start(), scan.skip_tag(self.block[1], stop), name, arguments)
 
     def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
         stop = scan.nesting(self.nested).find_stop(fault.at)

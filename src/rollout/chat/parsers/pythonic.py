@@ -1,16 +1,16 @@
 """Calls in Python's syntax, whose arguments `ast` reads, and the format of Llama 4, lists of them.
 
 The values are those that JSON has too: strings, numbers, True, False, None (and JSON's true,
-false, null), lists, tuples as lists, dicts with string keys. Depth is bounded, time linear.
+false, null), lists, tuples as lists, dicts, their keys as text. Depth is bounded, time linear.
 """
 
 from __future__ import annotations
 
 import ast
-import math
+import json
 import re
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from rollout.chat.parsers.json_calls import MAX_DEPTH, FaultyCall, read_json_text, skip_space
 from rollout.chat.parsers.registry import register_tool_parser
@@ -22,8 +22,6 @@ MAX_VALUES = 50_000
 _NAME = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 _CALL = re.compile(rf"\s*({_NAME})\s*(?=\()", re.ASCII)
 _PRINT = re.compile(rf"\s*print\(\s*(?={_NAME}\s*\()", re.ASCII)
-_END_OF_PRINT = re.compile(r"\s*\)(?:\s*;)?")
-_END_OF_CALL = re.compile(r"(?:\s*;)?")
 _KEYWORD = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(?!=)", re.ASCII)
 #: A string; group 1 is its prefix, the last one its body.
 STRING = (
@@ -63,13 +61,8 @@ def make_fault(reason: str, text: str, at: int) -> FaultyCall:
     return FaultyCall(f"{reason}: {seen!r}" if seen else f"{reason}: the text ends", at)
 
 
-class PythonCall(NamedTuple):
-    """A call and where it stands in the text."""
-
-    name: str
-    arguments: dict[str, Any]
-    start: int
-    stop: int
+#: Where a call begins and ends, its function and arguments: what `TurnScan.add_call` takes.
+PythonCall = tuple[int, int, str, dict[str, Any]]
 
 
 def read_call(text: str, at: int) -> PythonCall:
@@ -78,7 +71,7 @@ def read_call(text: str, at: int) -> PythonCall:
     if head is None:
         raise make_fault("expected a call of a function", text, skip_space(text, at))
     arguments, stop = read_keywords(text, head.end())
-    return PythonCall(head[1], arguments, head.start(1), stop)
+    return head.start(1), stop, head[1], arguments
 
 
 def read_keywords(text: str, at: int) -> tuple[dict[str, Any], int]:
@@ -101,18 +94,16 @@ def read_keywords(text: str, at: int) -> tuple[dict[str, Any], int]:
 
 
 def read_call_list(text: str, at: int) -> tuple[list[PythonCall], int]:
-    """The calls of the list at `at`, one at least, such as ``[f(x=1), g()]``, and after it.
+    """The calls of the list at `at`, such as ``[f(x=1), g()]``, and after it.
 
     Raises:
         FaultyCall: It holds anything else.
     """
     items, stop = _split(text, at)
     calls = [read_call(text, start) for start, _ in items]
-    for call, (_, end) in zip(calls, items, strict=True):
-        if text[call.stop : end].strip():
-            raise make_fault("expected , or ]", text, skip_space(text, call.stop))
-    if not calls:
-        raise make_fault("expected a call of a function", text, stop - 1)
+    for (_, stop_of_call, *_), (_, end) in zip(calls, items, strict=True):
+        if text[stop_of_call:end].strip():
+            raise make_fault("expected , or ]", text, skip_space(text, stop_of_call))
     return calls, stop
 
 
@@ -127,14 +118,16 @@ def read_statement(text: str, at: int) -> tuple[list[PythonCall], int]:
         return read_call_list(text, at)
     printed = _PRINT.match(text, at)
     call = read_call(text, at if printed is None else printed.end())
-    end = (_END_OF_CALL if printed is None else _END_OF_PRINT).match(text, call.stop)
-    if end is None:
-        raise make_fault("expected ) after print", text, skip_space(text, call.stop))
-    return [call], end.end()
+    stop = call[1]
+    if printed is not None:
+        stop = skip_space(text, stop) + 1
+        if text[stop - 1 : stop] != ")":
+            raise make_fault("expected ) after print", text, stop - 1)
+    return [call], stop
 
 
 def read_literal(text: str) -> Any:
-    """The value that the whole of `text` writes; a ValueError where it is none."""
+    """The value that the whole of `text` writes, as JSON has it; a ValueError where it is none."""
     text = text.strip()
     if text[:1] in ("[", "{"):
         with suppress(ValueError):  # most are JSON as well, which is read many times faster
@@ -143,9 +136,25 @@ def read_literal(text: str) -> Any:
         raise ValueError(f"more than {MAX_VALUES:,} values in a call")
     try:
         value = ast.literal_eval(_REWRITTEN.sub(_rewrite, text))
+        return read_json_text(json.dumps(value, allow_nan=False))
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         raise ValueError("expected a literal") from None  # or what is nested too deeply
-    return _as_json(value)
+
+
+def read_bare(text: str) -> Any:
+    """The constant, number, list or object that `text` writes without quotes around it.
+
+    Raises:
+        ValueError: It writes something else.
+    """
+    if text in ("null", "None"):
+        return None
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    value = read_literal(text) if text.startswith(("{", "[", "(")) else read_json_text(text)
+    if isinstance(value, str):
+        raise ValueError("a text in quotes")
+    return value
 
 
 def unescape(body: str) -> str:
@@ -186,26 +195,6 @@ def _rewrite(found: re.Match[str]) -> str:
         return _CONSTANTS[found["constant"]]
     body = found[found.lastindex or 0] or ""
     return repr(body if found[2] in ("r", "R") else unescape(body))
-
-
-def _as_json(value: object, depth: int = 0) -> Any:
-    """A literal of Python as the value of JSON that it is; a ValueError where it is none."""
-    if depth > MAX_DEPTH:
-        raise ValueError("nested too deeply")
-    match value:
-        case str() | int() | None:
-            return value
-        case float():
-            if math.isfinite(value):
-                return value
-            raise ValueError("expected a number within bounds")
-        case list() | tuple():
-            return [_as_json(item, depth + 1) for item in value]
-        case dict():
-            if all(isinstance(key, str) for key in value):
-                return {key: _as_json(item, depth + 1) for key, item in value.items()}
-            raise ValueError("expected keys that are strings")
-    raise ValueError("expected a literal")
 
 
 @register_tool_parser("pythonic")
@@ -254,5 +243,5 @@ def add_call_list(scan: TurnScan, opening: re.Match[str], *, is_marked: bool = F
             raise
         return scan.add_content(start, max(fault.at, opening.end()))
     for call in calls:
-        scan.add_call(call.start, call.stop, call.name, call.arguments)
+        scan.add_call(*call)
     return scan.end_call(stop)
