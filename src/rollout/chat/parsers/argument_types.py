@@ -16,7 +16,7 @@ from typing import Any
 from rollout.chat.parsers.pythonic import read_bare
 from rollout.chat.parsers.registry import read_function
 
-_ALL = frozenset(("null", "boolean", "integer", "number", "object", "array", "string"))
+_ALL = {"null", "boolean", "integer", "number", "object", "array", "string"}
 _TYPES = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string"}
 _TYPES |= {dict: "object", list: "array"}
 #: Names that tool authors use in place of JSON schema's.
@@ -48,8 +48,7 @@ class ArgumentTypes:
         found = (each for each in functions if each.get("name") == function)
         self._root = _mapping(next(found, {}).get("parameters"))
         self._properties = _mapping(_resolve(self._root, self._root).get("properties"))
-        self._untyped = _ALL if untyped_as_json else frozenset(("string",))
-        self._known: dict[str, frozenset[str]] = {}
+        self._untyped = _ALL if untyped_as_json else {"string"}
 
     def declares(self, name: str) -> bool:
         """Whether the function has a parameter `name`; any, where its schema names none."""
@@ -59,24 +58,19 @@ class ArgumentTypes:
     def convert(self, name: str, text: str) -> Any:
         """What `text` means as the parameter `name`."""
         schema, body = _resolve(self._properties.get(name), self._root), text.strip()
+        types = _list_types(schema, self._root) or self._untyped
         for choice in _items(schema, "enum"):
             with suppress(ValueError, TypeError, RecursionError):  # what a tool's author may write
                 if body == (choice if isinstance(choice, str) else json.dumps(choice)):
                     return choice
         with suppress(ValueError):
             value = read_bare(body)
-            kind, types = _TYPES[type(value)], self._types(name)
+            kind = _TYPES[type(value)]
             if kind == "number" and "integer" in types and value.is_integer():
                 return int(value)
             if kind in types or (kind == "integer" and "number" in types):
                 return value
         return text
-
-    def _types(self, name: str) -> frozenset[str]:
-        if name not in self._known:
-            types = _types(self._properties.get(name), self._root)
-            self._known[name] = types or self._untyped
-        return self._known[name]
 
 
 def _resolve(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -91,7 +85,7 @@ def _resolve(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     return _mapping(schema)
 
 
-def _types(schema: Any, root: Mapping[str, Any], steps: int = _MAX_STEPS) -> frozenset[str]:
+def _list_types(schema: Any, root: Mapping[str, Any], steps: int = _MAX_STEPS) -> set[str]:
     """The types that `schema` allows; none where it says nothing of them."""
     schema = _resolve(schema, root)
     names = schema.get("type")
@@ -102,17 +96,16 @@ def _types(schema: Any, root: Mapping[str, Any], steps: int = _MAX_STEPS) -> fro
         choices = _items(schema, "enum") or ([schema["const"]] if "const" in schema else [])
         types = {_TYPES.get(type(choice), "string") for choice in choices}
     if not types and steps:
-        parts = [_types(part, root, steps - 1) for part in _items(schema, "anyOf", "oneOf")]
+        parts = [_list_types(part, root, steps - 1) for part in _items(schema, "anyOf", "oneOf")]
         parts = parts if all(parts) else []
-        parts += [_types(part, root, steps - 1) for part in _items(schema, "allOf")]
+        parts += [_list_types(part, root, steps - 1) for part in _items(schema, "allOf")]
         types = set().union(*parts)
     if not types:
-        types = {
-            kind for key, kind in (("properties", "object"), ("items", "array")) if key in schema
-        }
+        keys = {"properties": "object", "items": "array"}
+        types = {kind for key, kind in keys.items() if key in schema}
     if types and schema.get("nullable") is True:  # as OpenAPI and transformers write it
         types.add("null")
-    return frozenset(types)
+    return types
 
 
 def _items(schema: Mapping[str, Any], *keys: str) -> list[Any]:

@@ -114,7 +114,8 @@ def _read_arguments(text: str, at: int) -> tuple[dict[str, Any], int]:
     Raises:
         FaultyCall: Something else stands there.
     """
-    start, tokens, brackets = at, [""], []
+    start, tokens = at, [""]
+    brackets: list[str] = []
     while not tokens[-1] or brackets:
         at = skip_space(text, at)
         if len(tokens) > 2 * MAX_VALUES:

@@ -49,10 +49,8 @@ CALL_LIST = (
     r"\[(?=\s*+(?P<name>[A-Za-z_][\w.]*+)\s*+\("
     r"(?P<named>\s*+(?:\)\s*+[],]|[A-Za-z_]\w*+\s*+=\s*+[\w+.\"'\[({-]))?)"
 )
-_LIST = re.compile(CALL_LIST)
 #: Dots stand for arguments where a list is spoken of.
 _DOTS = re.compile(r"\[\s*[\w.]+\(\s*(?:\.\.\.|…)")
-_START, _END = "<|python_start|>", "<|python_end|>"
 
 
 def make_fault(reason: str, text: str, at: int) -> FaultyCall:
@@ -207,25 +205,18 @@ class PythonicParser(TaggedParser):
     """
 
     stop_tokens = ("<|eot|>", "<|eom|>", "<|eot_id|>", "<|eom_id|>")
-    opening = rf"<\|python_(?:start|end)\|>|{CALL_LIST}"
+    opening = rf"(?P<mark><\|python_start\|>\s*+)?{CALL_LIST}|<\|python_end\|>"
     nested = re.compile(
-        rf"(?P<opens>{re.escape(_START)}\s*\[\s*[A-Za-z_][\w.]*\s*\()|(?P<closes>{re.escape(_END)})"
+        r"(?P<opens><\|python_start\|>\s*\[\s*[A-Za-z_][\w.]*\s*\()|(?P<closes><\|python_end\|>)"
     )
 
     def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
-        if opening[0] == _END:
-            return scan.follows_call(opening.start())
-        at = scan.skip_space(opening.end())
-        return opening[0] != _START or _LIST.match(scan.text, at) is not None
+        return opening["name"] is not None or scan.follows_call(opening.start())
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        if opening[0] == _END:
+        if opening["name"] is None:
             return scan.end_call(opening.end())
-        if opening[0] != _START:
-            return add_call_list(scan, opening)
-        first = _LIST.search(scan.text, opening.end())
-        assert first is not None
-        return add_call_list(scan, first, is_marked=True)
+        return add_call_list(scan, opening, is_marked=opening["mark"] is not None)
 
 
 def add_call_list(scan: TurnScan, opening: re.Match[str], *, is_marked: bool = False) -> int:
@@ -234,7 +225,7 @@ def add_call_list(scan: TurnScan, opening: re.Match[str], *, is_marked: bool = F
     is_meant = is_marked or scan.is_at_line_start or name in scan.tool_names
     if named is None and not is_meant:
         return scan.add_content(*opening.span())
-    start = opening.start()
+    start = opening.end() - 1
     try:
         calls, stop = read_call_list(scan.text, start)
     except FaultyCall as fault:
