@@ -112,7 +112,7 @@ CASES = [
     Case(
         "truncated_head",
         f"{BEGIN}{CALL}weath",
-        calls=[Bad(f"{CALL}weath", f"expected {SEP} in the call")],
+        calls=[Bad(f"{CALL}weath", f"expected the name of a function before {SEP}")],
     ),
     Case(
         "text_in_the_section",

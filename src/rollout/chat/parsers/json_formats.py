@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from abc import abstractmethod
 from typing import ClassVar
 
 from rollout.chat.parsers.json_calls import GAP, FaultyCall, read_json
@@ -15,17 +14,10 @@ from rollout.chat.parsers.scan import TaggedParser, TurnScan
 def add_json_before(
     scan: TurnScan, start: int, at: int, end: str, name: str = "", call_id: str | None = None
 ) -> int:
-    """Add the call that begins at `start`; return the position after its end tag.
+    """Add the call from `start` whose JSON begins at `at`; return the position after its end tag.
 
-    The fence that DeepSeek closes after the JSON may stand before the end tag.
-
-    Args:
-        scan: What to add to.
-        start: Where the text of the call begins.
-        at: Where its JSON begins: arguments where there is a `name`, else a call.
-        end: Its end tag.
-        name: Of the function.
-        call_id: The model's own.
+    The JSON is arguments where there is a `name`, else a call. The fence that DeepSeek closes after
+    it may stand before the end tag.
 
     Raises:
         FaultyCall: Something else than JSON and the end tag stands there.
@@ -189,16 +181,23 @@ class SectionParser(TaggedParser):
         section: What opens and closes a section.
         call, end_call: What opens and closes a call.
         separator: What stands between the head and the arguments.
+        head: Regular expression of the head, the separator and a fence around the JSON; the groups
+            ``name``, or ``fenced``, and ``id``, the model's own, tell of the call.
+        example: A head, for the reason of an invalid call.
     """
 
     section: ClassVar[tuple[str, str]]
     call: ClassVar[str]
     end_call: ClassVar[str]
     separator: ClassVar[str]
+    head: ClassVar[str]
+    example: ClassVar[str]
+    _head: ClassVar[re.Pattern[str]]
     _begun: ClassVar[re.Pattern[str]]
 
     def __init_subclass__(cls) -> None:
         cls.opening = "|".join(map(re.escape, (*cls.section, cls.call, cls.end_call)))
+        cls._head = re.compile(cls.head)
         head = rf"{re.escape(cls.call)}[^<]{{0,300}}{re.escape(cls.separator)}"
         cls._begun = re.compile(rf"{head}\s*(?:[{{\[\"]|\w[^\s<]*\s*\n)")
         cls.nested = re.compile(rf"(?P<opens>{head})|(?P<closes>{re.escape(cls.end_call)})")
@@ -220,28 +219,21 @@ class SectionParser(TaggedParser):
         if opening[0] == begin and not text.startswith(self.call, at):
             if text.startswith(end, at):
                 return scan.add_invalid(opening.start(), at, f"no call stands before {end}")
-            seen = text[at : at + 20]
-            return scan.add_invalid(
-                at, scan.find(end, at), f"expected a call in the section: {seen!r}"
-            )
+            reason = f"expected a call in the section: {text[at : at + 20]!r}"
+            return scan.add_invalid(at, scan.find(end, at), reason)
         if opening[0] != self.call:
             return scan.end_call(opening.end())
-        tag = self._tag.search(text, at)
-        limit = len(text) if tag is None else tag.start()
-        split = text.find(self.separator, at, limit)
-        if split < 0:
-            raise FaultyCall(f"expected {self.separator} in the call", limit, is_open=False)
-        head, body = text[at:split].strip(), split + len(self.separator)
-        name, call_id, body = self.read_head(scan, head, body)
-        return add_json_before(scan, opening.start(), body, self.end_call, name, call_id)
-
-    @abstractmethod
-    def read_head(self, scan: TurnScan, head: str, body: int) -> tuple[str, str | None, int]:
-        """The name of the function, the model's own id of the call, and where the JSON is.
-
-        Raises:
-            FaultyCall: The head names no function.
-        """
+        head = self._head.match(text, at)
+        if head is None:
+            tag = self._tag.search(text, at)
+            limit = len(text) if tag is None else tag.start()
+            is_open = text.find(self.separator, at, limit) >= 0
+            raise FaultyCall(f"expected {self.example}{self.separator}", limit, is_open=is_open)
+        parts = {"id": None, **head.groupdict()}
+        name = parts["name"] or parts["fenced"]
+        return add_json_before(
+            scan, opening.start(), head.end(), self.end_call, name.strip(), parts["id"]
+        )
 
 
 @register_tool_parser("deepseek_v3")
@@ -253,15 +245,11 @@ class DeepSeekV3Parser(SectionParser):
     call = "<｜tool▁call▁begin｜>"
     end_call = "<｜tool▁call▁end｜>"
     separator = "<｜tool▁sep｜>"
-    _fenced = re.compile(r"\s{0,8}([^\s`{][^\n`<]{0,255})\n\s{0,8}```[a-z]{0,8}")
-
-    def read_head(self, scan: TurnScan, head: str, body: int) -> tuple[str, str | None, int]:
-        fenced = self._fenced.match(scan.text, body) if head == "function" else None
-        if fenced is not None:
-            return fenced[1].strip(), None, fenced.end()
-        if not head or "\n" in head:
-            raise FaultyCall(f"expected the name of a function before {self.separator}", body)
-        return head, None, body
+    head = (
+        rf"function\s*{separator}\s{{0,8}}(?P<fenced>[^\s`{{][^\n`<]{{0,255}})\n\s{{0,8}}```[a-z]{{0,8}}"
+        rf"|(?P<name>[^\n<]{{1,300}})\s{{0,8}}{separator}"
+    )
+    example = "the name of a function before "
 
 
 @register_tool_parser("kimi_k2")
@@ -273,9 +261,8 @@ class KimiK2Parser(SectionParser):
     call = "<|tool_call_begin|>"
     end_call = "<|tool_call_end|>"
     separator = "<|tool_call_argument_begin|>"
-
-    def read_head(self, scan: TurnScan, head: str, body: int) -> tuple[str, str | None, int]:
-        name = head.partition(":")[0].removeprefix("functions.")
-        if not name or name.isdigit() or any(sign.isspace() for sign in head):
-            raise FaultyCall(f"expected functions.NAME:INDEX, not {head[:40]!r}", body)
-        return name, head, body
+    head = (
+        r"(?P<id>(?:functions\.)?+(?P<name>(?!\d+[:\s<])[^\s<:]{1,300})(?::[^\s<]{0,300})?)"
+        rf"\s{{0,8}}{re.escape(separator)}"
+    )
+    example = "functions.NAME:INDEX"
