@@ -122,10 +122,9 @@ def cases(block: str, think: str, end: str) -> list[Case]:
             f"{begin}<function=weather><parameter=city>Paris</function>{end_block}{paris}",
             calls=[
                 Bad(
-                    f"{begin}<function=weather><parameter=city>Paris</function>{end_block}",
+                    f"{begin}<function=weather><parameter=city>Paris</function>{end_block}{paris}",
                     "the parameter 'city' is not closed by </parameter>",
                 ),
-                weather,
             ],
         ),
         Case(

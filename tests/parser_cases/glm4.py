@@ -92,10 +92,9 @@ CASES = [
         f"<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</tool_call>{PARIS}",
         calls=[
             Bad(
-                "<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</tool_call>",
+                f"<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</tool_call>{PARIS}",
                 "the parameter 'city' is not closed by </arg_value>",
             ),
-            WEATHER,
         ],
     ),
     Case(

@@ -106,7 +106,7 @@ CASES = [
     Case(
         "section_without_calls",
         f"{BEGIN}\n{END}",
-        calls=[Bad(f"{BEGIN}\n", f"no call stands before {END}")],
+        content=f"{BEGIN}\n{END}",
     ),
     Case(
         "more_text_after_the_json",

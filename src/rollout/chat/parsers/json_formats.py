@@ -41,8 +41,7 @@ class HermesParser(TaggedParser):
     nested = re.compile(rf"(?P<opens>{opening}{GAP}[{{\[])|(?P<closes>{_end})")
 
     def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
-        is_twice = scan.text.startswith(opening[0], opening.end()) and scan.is_at_line_start
-        return is_twice or scan.is_meant(opening.end(), self._end)
+        return scan.is_meant(opening.end(), self._end)
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
         return add_json_before(scan, *opening.span(), self._end)
@@ -206,8 +205,7 @@ class SectionParser(TaggedParser):
     def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
         begin, end = self.section
         if opening[0] == begin:
-            is_before_call = scan.text.startswith(self.call, scan.skip_space(opening.end()))
-            return is_before_call or scan.is_meant(opening.end(), end)
+            return scan.text.startswith(self.call, scan.skip_space(opening.end()))
         is_after_call = scan.follows_call(opening.start())
         if opening[0] != self.call:
             return is_after_call
@@ -215,22 +213,17 @@ class SectionParser(TaggedParser):
         return is_begun or (is_after_call and not scan.has_ended(end))
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        (begin, end), text, at = self.section, scan.text, scan.skip_space(opening.end())
-        if opening[0] == begin and not text.startswith(self.call, at):
-            if text.startswith(end, at):
-                return scan.add_invalid(opening.start(), at, f"no call stands before {end}")
-            reason = f"expected a call in the section: {text[at : at + 20]!r}"
-            return scan.add_invalid(at, scan.find(end, at), reason)
         if opening[0] != self.call:
             return scan.end_call(opening.end())
+        text, at = scan.text, scan.skip_space(opening.end())
         head = self._head.match(text, at)
         if head is None:
             tag = self._tag.search(text, at)
             limit = len(text) if tag is None else tag.start()
             is_open = text.find(self.separator, at, limit) >= 0
             raise FaultyCall(f"expected {self.example}{self.separator}", limit, is_open=is_open)
-        parts = {"id": None, **head.groupdict()}
-        name = parts["name"] or parts["fenced"]
+        parts = {"id": None, "fenced": None, **head.groupdict()}
+        name = parts["name"] or parts["fenced"] or ""
         return add_json_before(
             scan, opening.start(), head.end(), self.end_call, name.strip(), parts["id"]
         )

@@ -48,10 +48,9 @@ class MarkupParser(TaggedParser):
     untyped_as_json: ClassVar[bool] = False
     _parameter: ClassVar[re.Pattern[str]]
     _next: ClassVar[re.Pattern[str]]
-    _bare_end: ClassVar[re.Pattern[str]]
 
     def __init_subclass__(cls) -> None:
-        begin, end = cls.block
+        begin, _ = cls.block
         call, parameter = cls.call.replace("?P<name>", "?:"), cls.parameter.replace("(", "(?:", 1)
         cls.opening = rf"(?:{begin}\s*)?{cls.call}|{begin}" if begin else cls.call
         cls._next = re.compile("|".join([*filter(None, cls.block), call, cls.end_call]))
@@ -60,14 +59,6 @@ class MarkupParser(TaggedParser):
             rf"(?P<empty>{call}\s*{cls.end_call})|(?P<opens>{call}\s*{parameter})"
             rf"|(?P<closes>{cls.end_parameter}\s*{cls.end_call})"
             rf"|(?P<splits>{cls.end_parameter}\s*{parameter})"
-        )
-        #: The end of a call whose last value was never closed, and of its block, before another
-        #: call or the end. Within a block, what follows may be quoted in that value: it never runs.
-        end_block = rf"\s*{end}" if end else ""
-        cls._bare_end = re.compile(
-            rf"{cls.end_parameter}\s*{cls.end_call}|{call}\s*{cls.end_call}"
-            rf"|(?P<bare>{cls.end_call}{end_block})"
-            rf"(?=\s*(?:(?:{begin}\s*)?{call}\s*(?:{parameter}|{cls.end_call})|\Z))"
         )
         super().__init_subclass__()
 
@@ -108,8 +99,7 @@ class MarkupParser(TaggedParser):
     def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
         stop = scan.nesting(self.nested).find_stop(fault.at)
         if stop is None and fault.is_open:
-            ends = self._bare_end.finditer(scan.text, fault.at)
-            stop = next((end.end() for end in ends if end["bare"] is not None), len(scan.text))
+            return len(scan.text)
         if stop is None:
             tag = self._next.search(scan.text, max(fault.at, opening.start() + 1))
             is_end = tag is not None and tag[0] in (self.end_call, self.block[1])

@@ -232,7 +232,7 @@ def add_call_list(scan: TurnScan, opening: re.Match[str], *, is_marked: bool = F
         if is_meant and _DOTS.match(scan.text, start) is None:
             fault.is_cut = not is_marked
             raise
-        return scan.add_content(start, max(fault.at, opening.end()))
+        return scan.add_content(opening.start(), max(fault.at, opening.end()))
     for call in calls:
         scan.add_call(*call)
     return scan.end_call(stop)
