@@ -111,7 +111,7 @@ CASES = [
         [
             Bad(
                 call('{"name": "f", "arguments": {"x": 1e999}}'),
-                "malformed JSON: 1e999 is too large a number",
+                "malformed JSON: 1e999 is not a finite number",
             )
         ],
     ),

@@ -23,7 +23,6 @@ from rollout.chat.parsers.registry import register_tool_parser
 from rollout.chat.parsers.scan import TaggedParser, TurnScan
 
 _FENCE = "```"
-_LINE_END = re.compile(r"[ \t]*\n")
 #: What opens and closes calls.
 _ENDS = {"<|tool_call>": "<tool_call|>", "<start_function_call>": "<end_function_call>"}
 _NESTED = {
@@ -56,14 +55,11 @@ class GemmaParser(TaggedParser):
     stop_tokens = ("<end_of_turn>", "<turn|>", "<|tool_response>", "<start_function_response>")
     reasoning_tags = (("<|channel>thought", "<channel|>"), ("<think>", "</think>"))
     opening = (
-        r"<\|tool_call>|<start_function_call>|(?P<fence>```tool_code\b)"
+        r"<\|tool_call>|<start_function_call>|(?P<fence>```tool_code[ \t]*\n)"
         rf"|(?:\A|(?<=<channel\|>)|(?<=</think>))\s*(?:(?P<json>(?={OBJECT}))|{CALL_LIST})"
     )
 
     def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
-        if opening["fence"] is not None:
-            is_line = _LINE_END.match(scan.text, opening.end()) is not None
-            return is_line or scan.is_at_line_start
         if opening[0] not in _ENDS:
             return True
         is_begun = scan.text.startswith("call:", scan.skip_space(opening.end()))

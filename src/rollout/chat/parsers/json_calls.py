@@ -43,24 +43,20 @@ def skip_space(text: str, at: int) -> int:
     return space.end()
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
 def _read_float(literal: str) -> float:
-    number = float(literal)
-    if not math.isfinite(number):
-        raise ValueError(f"{literal[:20]} is too large a number")
-    return number
+    if math.isfinite(number := float(literal)):
+        return number
+    raise ValueError(f"{literal[:20]} is not a finite number")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_read_float)
+_DECODER = json.JSONDecoder(parse_constant=_read_float, parse_float=_read_float)
 
 
 def read_json(text: str, at: int) -> tuple[Any, int]:
     """The JSON value that starts at `at`, and where it ends; a `FaultyCall` where there is none."""
     try:
         value, stop = _DECODER.raw_decode(text, at)
+        _check_depth([value], MAX_DEPTH)
     except RecursionError:
         raise FaultyCall("malformed JSON: nested too deeply", at) from None
     except json.JSONDecodeError as error:
@@ -69,16 +65,16 @@ def read_json(text: str, at: int) -> tuple[Any, int]:
         raise FaultyCall(f"malformed JSON: {relative}", at, is_cut=is_cut) from None
     except ValueError as error:
         raise FaultyCall(f"malformed JSON: {error}", at) from None
-    if isinstance(value, dict | list) and _is_deeper(value, MAX_DEPTH):
-        raise FaultyCall("malformed JSON: nested too deeply", at)
     return value, stop
 
 
-def _is_deeper(value: dict[str, Any] | list[Any], depth: int) -> bool:
-    """Whether a value is nested deeper, so that code deeper in the stack could not walk it."""
-    items = value.values() if isinstance(value, dict) else value
-    nested = [item for item in items if type(item) in (dict, list)]
-    return depth < 1 or any(_is_deeper(item, depth - 1) for item in nested)
+def _check_depth(value: dict[str, Any] | list[Any], depth: int) -> None:
+    """Raise a RecursionError where code deeper in the stack could not walk a value."""
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, dict | list):
+            if depth < 1:
+                raise RecursionError
+            _check_depth(item, depth - 1)
 
 
 def read_json_text(text: str) -> Any:
