@@ -73,7 +73,9 @@ class MarkupParser(TaggedParser):
         if opening["name"] is None:
             tag = self._next.search(text, at) if self.needs_block else None
             is_before_call = tag is not None and self.nested.match(text, tag.start()) is not None
-            return is_before_call or scan.is_meant(at, self.block[1])
+            head = self.example.partition("NAME")[0]  # of a call whose tag is broken
+            is_begun = text.startswith(head, scan.skip_space(at))
+            return is_before_call or is_begun or scan.is_meant(at, self.block[1])
         follower = scan.skip_space(at)
         if self.needs_block and not is_block:
             is_in_block = scan.end_of_call >= 0 and not scan.has_ended(self.block[1])

@@ -184,8 +184,7 @@ class TurnScan:
         if not (is_json or self.is_at_line_start or self.text.startswith("\n", at)):
             return False
         stop = self.text.find(end, at, at + _MAX_ATTEMPT)
-        body = self.text[at:stop]
-        if stop < 0 or "<" in body:
+        if stop < 0 or "<" in (body := self.text[at:stop]):
             return is_json
         if _DOTS.search(_STRING.sub('""', body)) is not None:
             return False
