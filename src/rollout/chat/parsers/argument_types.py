@@ -17,6 +17,8 @@ from rollout.chat.parsers.pythonic import read_bare
 from rollout.chat.parsers.registry import read_function
 
 _ALL = {"null", "boolean", "integer", "number", "object", "array", "string"}
+#: Types whose values no text stands in.
+_PLAIN = {"null", "boolean", "integer", "number"}
 _TYPES = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string"}
 _TYPES |= {dict: "object", list: "array"}
 #: Names that tool authors use in place of JSON schema's.
@@ -55,10 +57,14 @@ class ArgumentTypes:
         is_open = not self._properties or bool(self._root.get("additionalProperties"))
         return is_open or name in self._properties
 
+    def may_be_text(self, name: str) -> bool:
+        """Whether the parameter `name` may have a value in which any text may stand."""
+        return not self._list_types(name) <= _PLAIN
+
     def convert(self, name: str, text: str) -> Any:
         """What `text` means as the parameter `name`."""
         schema, body = _resolve(self._properties.get(name), self._root), text.strip()
-        types = _list_types(schema, self._root) or self._untyped
+        types = self._list_types(name)
         for choice in _items(schema, "enum"):
             with suppress(ValueError, TypeError, RecursionError):  # what a tool's author may write
                 if body == (choice if isinstance(choice, str) else json.dumps(choice)):
@@ -71,6 +77,9 @@ class ArgumentTypes:
             if kind in types or (kind == "integer" and "number" in types):
                 return value
         return text
+
+    def _list_types(self, name: str) -> set[str]:
+        return _list_types(self._properties.get(name), self._root) or self._untyped
 
 
 def _resolve(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -147,11 +147,8 @@ class Llama3Parser(TaggedParser):
 def read_objects(scan: TurnScan, start: int, at: int, *, is_marked: bool) -> int:
     """Add the JSON calls that begin at `at`, separated by ``;``; return the position after them.
 
-    Args:
-        scan: What to add to.
-        start: Where the text of the first call begins, its mark included.
-        at: Where its JSON begins.
-        is_marked: Whether a mark says that calls follow; else one without arguments is content.
+    The text of the first begins at `start`, its mark included. Where nothing marks it as a call, an
+    object without a name and arguments is content.
     """
     keys = ("parameters", "arguments")
     while scan.text.startswith("{", at):

@@ -137,10 +137,13 @@ class MarkupParser(TaggedParser):
 
     def _find_end_of_value(self, scan: TurnScan, name: str, body: int, types: ArgumentTypes) -> int:
         """Where the value that begins at `body` ends, which may hold tags."""
+        first_tag = scan.find("<", body)
+        is_closed = scan.text.startswith(self.end_parameter, first_tag)
+        if is_closed and not types.may_be_text(name):
+            return first_tag
         nesting = scan.nesting(self.nested)
         end = nesting.find_end(body)
         if end is None:
-            is_closed = scan.text.startswith(self.end_parameter, scan.find("<", body))
             what = "call" if is_closed else f"parameter {name!r}"
             tag = self.end_call if is_closed else self.end_parameter
             raise FaultyCall(f"the {what} is not closed by {tag}", body)

@@ -171,14 +171,10 @@ class TurnScan:
         return at
 
     def is_meant(self, at: int, end: str) -> bool:
-        """Whether what stands between an opening tag and `end`, and is no call, was meant as one.
+        """Whether what stands at `at`, between an opening tag and its `end`, was meant as a call.
 
         It begins as JSON without dots for a value, or it stands where templates put it: on lines of
         its own, or on the line that the tag begins, and is no sentence. Else the tag is spoken of.
-
-        Args:
-            at: After the tag.
-            end: Its end tag.
         """
         is_json = _JSON.match(self.text, at) is not None
         if not (is_json or self.is_at_line_start or self.text.startswith("\n", at)):
@@ -238,11 +234,8 @@ class TurnScan:
     ) -> int:
         """Record the call that a JSON value describes, valid or not; return `stop`.
 
-        Args:
-            start, stop: Of its text.
-            value: The arguments where there is a `name`, else a call with `keys` as in
-                `read_call_object`.
-            name, call_id: Where they stand outside the JSON.
+        It is the arguments of `name` where that stands outside the JSON, else a call whose `keys`
+        are those of `read_call_object`.
         """
         try:
             if name:
