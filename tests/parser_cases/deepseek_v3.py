@@ -112,19 +112,17 @@ CASES = [
     Case(
         "truncated_head",
         f"{BEGIN}{CALL}weath",
-        calls=[Bad(f"{CALL}weath", f"expected {SEP} in the call")],
+        calls=[Bad(f"{CALL}weath", f"expected the name of a function before {SEP}")],
     ),
     Case(
         "text_in_the_section",
         f"{BEGIN}oops{END}Done.",
-        content="Done.",
-        calls=[Bad("oops", f"expected a call in the section: 'oops{END[:16]}'")],
+        content=f"{BEGIN}oops{END}Done.",
     ),
     Case(
         "empty_section",
         f"{BEGIN}{END}Done.",
-        content="Done.",
-        calls=[Bad(BEGIN, f"no call stands before {END}")],
+        content=f"{BEGIN}{END}Done.",
     ),
     Case(
         "nested_section",

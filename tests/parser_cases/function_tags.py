@@ -70,9 +70,9 @@ def cases(block: str, think: str, end: str) -> list[Case]:
         ),
         Case(
             "nothing_is_evaluated",
-            call("search", tags="[__import__('os').system('true')]", filters="{1: 2}"),
+            call("search", tags="[__import__('os').system('true')]", filters="{x: 2}"),
             calls=[
-                Good("search", {"tags": "[__import__('os').system('true')]", "filters": "{1: 2}"})
+                Good("search", {"tags": "[__import__('os').system('true')]", "filters": "{x: 2}"})
             ],
         ),
         Case(
@@ -122,10 +122,9 @@ def cases(block: str, think: str, end: str) -> list[Case]:
             f"{begin}<function=weather><parameter=city>Paris</function>{end_block}{paris}",
             calls=[
                 Bad(
-                    f"{begin}<function=weather><parameter=city>Paris</function>{end_block}",
+                    f"{begin}<function=weather><parameter=city>Paris</function>{end_block}{paris}",
                     "the parameter 'city' is not closed by </parameter>",
                 ),
-                weather,
             ],
         ),
         Case(
@@ -172,11 +171,6 @@ def cases(block: str, think: str, end: str) -> list[Case]:
                 ),
                 weather,
             ],
-        ),
-        Case(
-            "a_number_twice_takes_the_last",
-            call("weather", days="1").replace("</f", "<parameter=days>2</parameter></f"),
-            calls=[Good("weather", {"days": 2})],
         ),
         Case(
             "a_text_twice_may_quote_its_own_tags",

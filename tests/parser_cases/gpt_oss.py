@@ -107,13 +107,10 @@ CASES = [
         calls=[Bad("<|channel|>commentary to=functions.weather ", "the call has no message")],
     ),
     Case(
-        "nameless_recipient",
+        "nameless_recipient_is_no_tool",
         "<|channel|>commentary to=functions.<|message|>{}<|call|>",
         calls=[
-            Bad(
-                "<|channel|>commentary to=functions.<|message|>{}",
-                "the recipient names no function",
-            )
+            Good("functions."),
         ],
     ),
     Case(

@@ -59,14 +59,12 @@ CASES = [
     Case(
         "bare_counter_names_no_function",
         f"{BEGIN}{call('3', '{}')}{END}",
-        calls=[Bad(call("3", "{}"), "expected functions.NAME:INDEX, not '3'")],
+        calls=[Bad(call("3", "{}"), f"expected functions.NAME:INDEX{SEP}")],
     ),
     Case(
         "nameless",
         f"{BEGIN}{call('functions.:0', '{}')}{END}",
-        calls=[
-            Bad(call("functions.:0", "{}"), "expected functions.NAME:INDEX, not 'functions.:0'")
-        ],
+        calls=[Bad(call("functions.:0", "{}"), f"expected functions.NAME:INDEX{SEP}")],
     ),
     Case(
         "malformed_json",
@@ -88,7 +86,7 @@ CASES = [
     Case(
         "truncated_before_arguments",
         f"{BEGIN}{CALL}functions.now",
-        calls=[Bad(f"{CALL}functions.now", f"expected {SEP} in the call")],
+        calls=[Bad(f"{CALL}functions.now", f"expected functions.NAME:INDEX{SEP}")],
     ),
     Case(
         "text_in_place_of_arguments",
@@ -108,7 +106,7 @@ CASES = [
     Case(
         "section_without_calls",
         f"{BEGIN}\n{END}",
-        calls=[Bad(f"{BEGIN}\n", f"no call stands before {END}")],
+        content=f"{BEGIN}\n{END}",
     ),
     Case(
         "more_text_after_the_json",

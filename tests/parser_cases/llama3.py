@@ -63,16 +63,15 @@ CASES = [
     ),
     Case("cut_in_reasoning", PARIS, reasoning=PARIS, in_reasoning=True),
     Case(
-        "malformed_between_good_ones",
+        "malformed_call_reaches_to_the_end",
         f'{PARIS}; {{"name": "weather", "parameters": {{city}}}}; {NOW}',
         calls=[
             WEATHER,
             Bad(
-                '{"name": "weather", "parameters": {city}}',
+                f'{{"name": "weather", "parameters": {{city}}}}; {NOW}',
                 "malformed JSON: Expecting property name enclosed in double quotes: "
                 "line 1 column 36 (char 35)",
             ),
-            Good("now"),
         ],
     ),
     Case(

@@ -98,21 +98,6 @@ CASES = [
         f"Claude writes {PARIS} so.",
         content=f"Claude writes {PARIS} so.",
     ),
-    Case(
-        "block_in_an_open_block_may_be_quoted",
-        f"{BEGIN}{PARIS}<invok nam=x>So: {BEGIN}{PARIS}{END}",
-        content="<invok nam=x>So:",
-        calls=[
-            WEATHER,
-            Bad(f"{BEGIN}{PARIS}{END}", f"the block before is not closed by {END}"),
-        ],
-    ),
-    Case(
-        "block_cut_in_a_tag",
-        f"So.{BEGIN}<invoke na",
-        content="So.",
-        calls=[Bad(f"{BEGIN}<invoke na", 'expected <invoke name="NAME">')],
-    ),
     Case("missing_end_of_block", f"{BEGIN}{PARIS}[e~[", calls=[WEATHER]),
     Case(
         "unclosed_invoke",
@@ -151,11 +136,6 @@ CASES = [
         "text_in_the_block",
         f"{BEGIN}call it{END}",
         calls=[Bad(f"{BEGIN}call it{END}", 'expected <invoke name="NAME">')],
-    ),
-    Case(
-        "a_number_twice_takes_the_last",
-        f"{BEGIN}{invoke('weather', parameter('days', '1'), parameter('days', '2'))}{END}",
-        calls=[Good("weather", {"days": 2})],
     ),
     Case(
         "a_text_twice_may_quote_its_own_tags",

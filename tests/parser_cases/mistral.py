@@ -89,15 +89,15 @@ CASES = [
         ],
     ),
     Case(
-        "malformed_call_before_another_mark",
-        f"{MARK}weather[ARGS]{{{MARK}now[ARGS]{{}}",
+        "malformed_call_reaches_to_the_end",
+        f"{MARK}now[ARGS]{{}}{MARK}weather[ARGS]{{{MARK}now[ARGS]{{}}",
         calls=[
+            Good("now"),
             Bad(
-                f"{MARK}weather[ARGS]{{",
+                f"{MARK}weather[ARGS]{{{MARK}now[ARGS]{{}}",
                 "malformed JSON: Expecting property name enclosed in double quotes: "
                 "line 1 column 2 (char 1)",
             ),
-            Good("now"),
         ],
     ),
     Case(

@@ -100,7 +100,7 @@ def test_hermes_any_calls_come_back_in_order_with_their_raw_text(
         ),
         ('["f", {}]', "a call must be an object with name and arguments, not an array"),
         ("true", "a call must be an object with name and arguments, not a boolean"),
-        ('{"name": "f", "arguments": {"x": NaN}}', "malformed JSON: NaN is not JSON"),
+        ('{"name": "f", "arguments": {"x": NaN}}', "malformed JSON: NaN is not a finite number"),
         ("__import__('os')", "malformed JSON: Expecting value: line 1 column 1 (char 0)"),
     ],
 )

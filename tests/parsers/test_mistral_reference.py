@@ -45,7 +45,7 @@ DIFFERENCES = {
     "reasoning_in_tags_of_text": "theirs knows no reasoning in tags of text",
     "faulty_element_keeps_its_place": "theirs refuses the whole array",
     "malformed_json_ends_the_array": "theirs refuses the whole array",
-    "malformed_call_before_another_mark": "theirs refuses the whole turn",
+    "malformed_call_reaches_to_the_end": "theirs refuses the whole turn",
     "truncated_array": "theirs refuses the whole array",
     "array_not_closed": "theirs refuses it; the calls in it are complete",
     "empty_array": "theirs has no calls; the model must hear that it called nothing",

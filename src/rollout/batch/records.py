@@ -88,7 +88,7 @@ _decode_line = msgspec.json.Decoder(TrajectoryRecord[_SpanLine, list[Message]], 
 def sample_line(sample: Sample) -> bytes:
     """One line of ``samples.jsonl``."""
     extra = _write(sample.extra, f"{sample.uid!r} member {sample.member}: extra")
-    metrics = _make_floats(sample.metrics)
+    metrics = make_floats(sample.metrics)
     return encode_json(msgspec.structs.replace(sample, extra=extra, metrics=metrics))
 
 
@@ -102,7 +102,7 @@ def trajectory_line(trajectory: Trajectory, decode: Decode | None) -> bytes:
         return write(list(map(drop_contents, messages)), "messages")
 
     record: Any = pack_trajectory(trajectory, write, write_messages)
-    record.metrics = _make_floats(record.metrics)
+    record.metrics = make_floats(record.metrics)
     for each in (record, *record.segments):
         each.spans = each.spans and [_write_span(span, decode) for span in each.spans]
     if (prompt := trajectory.prompt) is not None:
@@ -174,7 +174,7 @@ def _read_spans(lines: Sequence[_SpanLine]) -> list[Span]:
     return list(transcript.spans)
 
 
-def _make_floats(metrics: Mapping[str, float]) -> dict[str, float]:
+def make_floats(metrics: Mapping[str, float]) -> dict[str, float]:
     """Whole numbers are written as the floats that they are read as, and so are bools."""
     return {name: float(value) for name, value in metrics.items()}
 

@@ -16,6 +16,7 @@ from tensordict import TensorDict
 
 from rollout.batch.records import (
     encode_json,
+    make_floats,
     sample_from_line,
     sample_line,
     trajectory_from_line,
@@ -97,7 +98,6 @@ class _File(msgspec.Struct, kw_only=True):
 class _Meta(msgspec.Struct, kw_only=True):
     format: int
     rows: int
-    jagged: list[str]
     files: dict[str, _File]
     tokenizer: BatchTokenizer | None = None
 
@@ -126,21 +126,18 @@ def write_batch(directory: Path, batch: Any, *, overwrite: bool) -> None:
 
 def _encode_files(batch: Any) -> dict[str, bytes]:
     """The content of each file; that of ``meta.json`` comes last."""
-    tensors, jagged = _dump_tensors(batch.tensors)
     trajectories = batch.trajectories
     try:
         lines = [trajectory_line(each, batch.decode) for each in trajectories]
     except RolloutError:  # a loaded batch is saved again where its tokenizer is not
         lines = [trajectory_line(each, None) for each in trajectories]
-    metrics = {name: float(value) for name, value in batch.metrics.items()}
     files = {
-        TENSORS: tensors,
+        TENSORS: _dump_tensors(batch.tensors),
         SAMPLES: b"".join(sample_line(each) + b"\n" for each in batch.samples),
         TRAJECTORIES: b"".join(line + b"\n" for line in lines),
-        METRICS: msgspec.json.format(encode_json(metrics)),
+        METRICS: msgspec.json.format(encode_json(make_floats(batch.metrics))),
     }
-    contents = collect_contents(trajectories)
-    media = list_trajectory_media(trajectories)
+    contents, media = collect_contents(trajectories), list_trajectory_media(trajectories)
     if bare := next((each for each in media if each.digest not in contents), None):
         raise RolloutError(
             f"the batch lacks the content of {bare!r}, and would not be loaded again; "
@@ -148,11 +145,10 @@ def _encode_files(batch: Any) -> dict[str, bytes]:
         )
     if contents:
         packed = {k: torch.frombuffer(bytearray(v), dtype=torch.uint8) for k, v in contents.items()}
-        files[MEDIA], _ = _dump_tensors(packed)
+        files[MEDIA] = _dump_tensors(packed)
     meta = _Meta(
         format=FORMAT,
         rows=len(batch.samples),
-        jagged=jagged,
         files={name: _describe(content) for name, content in files.items()},
         tokenizer=batch.tokenizer,
     )
@@ -180,21 +176,20 @@ def _describe(content: bytes) -> _File:
     return _File(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
 
 
-def _dump_tensors(tensors: Any) -> tuple[bytes, list[str]]:
-    """The file of tensors, and the keys of jagged ones."""
+def _dump_tensors(tensors: Any) -> bytes:
+    """The file of tensors."""
     entries: dict[str, torch.Tensor] = {}
-    jagged: list[str] = []
     for key, value in tensors.items():
         if not isinstance(key, str) or not isinstance(value, torch.Tensor):
             raise RolloutError(f"tensors[{key!r}] cannot be saved: expected a flat dict of tensors")
-        entries[key] = value
+        parts = {key: value}
         if value.is_nested:
-            jagged.append(key)
-            entries[key + OFFSETS] = value.offsets()  # type: ignore[attr-defined]
-            entries[key + VALUES] = entries.pop(key).values()
+            offsets = value.offsets()  # type: ignore[attr-defined]
+            parts = {key + VALUES: value.values(), key + OFFSETS: offsets}
+        entries |= parts
     # Cloned, because safetensors refuses tensors that share memory.
     own = {key: each.detach().cpu().contiguous().clone() for key, each in entries.items()}
-    return safetensors.torch.save(own), jagged
+    return safetensors.torch.save(own)
 
 
 def read_batch(directory: Path, moved_to: str | None = None) -> dict[str, Any]:
@@ -219,16 +214,17 @@ def read_batch(directory: Path, moved_to: str | None = None) -> dict[str, Any]:
     contents = {digest: tensor.numpy().tobytes() for digest, tensor in media.items()}
     known = KnownContents(contents.get, str(directory / MEDIA))
     tokenizer = meta.tokenizer if moved_to is None else BatchTokenizer(path=moved_to)
-    trajectories = _decode_trajectories(files[TRAJECTORIES], directory / TRAJECTORIES, tokenizer)
+    decode = None if tokenizer is None else tokenizer.decode
+    read_line = partial(trajectory_from_line, decode=decode)
+    trajectories = _decode_lines(files[TRAJECTORIES], directory / TRAJECTORIES, read_line)
     for trajectory in trajectories:
         restore_media(trajectory, known)
-    metrics = _decode(files[METRICS], directory / METRICS, dict[str, float | str])
     return {
         "tokenizer": tokenizer,
-        "decode": None if tokenizer is None else tokenizer.decode,
+        "decode": decode,
         "tensors": _load_tensors(files[TENSORS], directory / TENSORS, meta),
         "samples": _decode_lines(files[SAMPLES], directory / SAMPLES, sample_from_line),
-        "metrics": {name: float(value) for name, value in metrics.items()},
+        "metrics": _decode(files[METRICS], directory / METRICS, dict[str, float], strict=False),
         "trajectories": trajectories,
     }
 
@@ -239,7 +235,9 @@ def read_trajectories(path: Path) -> list[Trajectory]:
     Raises:
         RolloutError: The file cannot be read, or a line describes no trajectory; names it.
     """
-    return _decode_trajectories(_read(path), path, read_tokenizer(path.parent))
+    tokenizer = read_tokenizer(path.parent)
+    decode = None if tokenizer is None else tokenizer.decode
+    return _decode_lines(_read(path), path, partial(trajectory_from_line, decode=decode))
 
 
 def read_tokenizer(directory: Path) -> BatchTokenizer | None:
@@ -253,7 +251,7 @@ def _load_tensors(content: bytes, path: Path, meta: _Meta) -> TensorDict:
     try:
         entries = safetensors.torch.load(content)
         offsets: dict[bytes, torch.Tensor] = {}
-        for key in meta.jagged:
+        for key in [name.removesuffix(OFFSETS) for name in entries if name.endswith(OFFSETS)]:
             values, own = entries.pop(key + VALUES), entries.pop(key + OFFSETS)
             # Equal offsets become one tensor again, so that torch lets the keys be combined.
             shared = offsets.setdefault(own.numpy().tobytes(), own)
@@ -261,13 +259,6 @@ def _load_tensors(content: bytes, path: Path, meta: _Meta) -> TensorDict:
         return TensorDict(entries, batch_size=[meta.rows])
     except (safetensors.SafetensorError, KeyError, RuntimeError) as error:
         raise RolloutError(f"{path} cannot be read as tensors: {error}") from error
-
-
-def _decode_trajectories(
-    content: bytes, path: Path, tokenizer: BatchTokenizer | None
-) -> list[Trajectory]:
-    decode = None if tokenizer is None else tokenizer.decode
-    return _decode_lines(content, path, partial(trajectory_from_line, decode=decode))
 
 
 def _decode_lines(content: bytes, path: Path, read: Callable[[bytes], T]) -> list[T]:
@@ -306,8 +297,8 @@ def _read_meta(path: Path) -> _Meta:
     return meta
 
 
-def _decode(content: bytes, path: Path, kind: type[T]) -> T:
+def _decode(content: bytes, path: Path, kind: type[T], *, strict: bool = True) -> T:
     try:
-        return msgspec.json.decode(content, type=kind)
+        return msgspec.json.decode(content, type=kind, strict=strict)
     except msgspec.MsgspecError as error:
         raise RolloutError(f"{path}: {error}") from error

@@ -13,13 +13,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from rollout.chat.parsers.json_calls import read_number
-from rollout.chat.parsers.pythonic import read_literal
+from rollout.chat.parsers.pythonic import read_bare
 from rollout.chat.parsers.registry import read_function
 
-_ALL = frozenset(("null", "boolean", "integer", "number", "object", "array", "string"))
+_ALL = {"null", "boolean", "integer", "number", "object", "array", "string"}
 #: Types whose values no text stands in.
-_PLAIN = frozenset(("null", "boolean", "integer", "number"))
+_PLAIN = {"null", "boolean", "integer", "number"}
 _TYPES = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string"}
 _TYPES |= {dict: "object", list: "array"}
 #: Names that tool authors use in place of JSON schema's.
@@ -51,8 +50,7 @@ class ArgumentTypes:
         found = (each for each in functions if each.get("name") == function)
         self._root = _mapping(next(found, {}).get("parameters"))
         self._properties = _mapping(_resolve(self._root, self._root).get("properties"))
-        self._untyped = _ALL if untyped_as_json else frozenset(("string",))
-        self._known: dict[str, frozenset[str]] = {}
+        self._untyped = _ALL if untyped_as_json else {"string"}
 
     def declares(self, name: str) -> bool:
         """Whether the function has a parameter `name`; any, where its schema names none."""
@@ -61,29 +59,27 @@ class ArgumentTypes:
 
     def may_be_text(self, name: str) -> bool:
         """Whether the parameter `name` may have a value in which any text may stand."""
-        return not self._types(name) <= _PLAIN
+        return not self._list_types(name) <= _PLAIN
 
     def convert(self, name: str, text: str) -> Any:
         """What `text` means as the parameter `name`."""
         schema, body = _resolve(self._properties.get(name), self._root), text.strip()
+        types = self._list_types(name)
         for choice in _items(schema, "enum"):
             with suppress(ValueError, TypeError, RecursionError):  # what a tool's author may write
                 if body == (choice if isinstance(choice, str) else json.dumps(choice)):
                     return choice
         with suppress(ValueError):
-            value = _read(body)
-            kind, types = _TYPES[type(value)], self._types(name)
+            value = read_bare(body)
+            kind = _TYPES[type(value)]
             if kind == "number" and "integer" in types and value.is_integer():
                 return int(value)
             if kind in types or (kind == "integer" and "number" in types):
                 return value
         return text
 
-    def _types(self, name: str) -> frozenset[str]:
-        if name not in self._known:
-            types = _types(self._properties.get(name), self._root)
-            self._known[name] = types or self._untyped
-        return self._known[name]
+    def _list_types(self, name: str) -> set[str]:
+        return _list_types(self._properties.get(name), self._root) or self._untyped
 
 
 def _resolve(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -98,7 +94,7 @@ def _resolve(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     return _mapping(schema)
 
 
-def _types(schema: Any, root: Mapping[str, Any], steps: int = _MAX_STEPS) -> frozenset[str]:
+def _list_types(schema: Any, root: Mapping[str, Any], steps: int = _MAX_STEPS) -> set[str]:
     """The types that `schema` allows; none where it says nothing of them."""
     schema = _resolve(schema, root)
     names = schema.get("type")
@@ -109,26 +105,16 @@ def _types(schema: Any, root: Mapping[str, Any], steps: int = _MAX_STEPS) -> fro
         choices = _items(schema, "enum") or ([schema["const"]] if "const" in schema else [])
         types = {_TYPES.get(type(choice), "string") for choice in choices}
     if not types and steps:
-        parts = [_types(part, root, steps - 1) for part in _items(schema, "anyOf", "oneOf")]
+        parts = [_list_types(part, root, steps - 1) for part in _items(schema, "anyOf", "oneOf")]
         parts = parts if all(parts) else []
-        parts += [_types(part, root, steps - 1) for part in _items(schema, "allOf")]
+        parts += [_list_types(part, root, steps - 1) for part in _items(schema, "allOf")]
         types = set().union(*parts)
     if not types:
-        types = {
-            kind for key, kind in (("properties", "object"), ("items", "array")) if key in schema
-        }
+        keys = {"properties": "object", "items": "array"}
+        types = {kind for key, kind in keys.items() if key in schema}
     if types and schema.get("nullable") is True:  # as OpenAPI and transformers write it
         types.add("null")
-    return frozenset(types)
-
-
-def _read(body: str) -> Any:
-    """What `body` writes other than a string; a ValueError where it is nothing else."""
-    if body in ("null", "None"):
-        return None
-    if body.lower() in ("true", "false"):
-        return body.lower() == "true"
-    return read_literal(body) if body.startswith(("{", "[", "(")) else read_number(body)
+    return types
 
 
 def _items(schema: Mapping[str, Any], *keys: str) -> list[Any]:

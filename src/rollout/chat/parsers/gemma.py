@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, NoReturn
+from typing import Any
 
-from rollout.chat.parsers.json_calls import MAX_DEPTH, FaultyCall, read_number, skip_space
+from rollout.chat.parsers.json_calls import FaultyCall, read_json_text, skip_space
 from rollout.chat.parsers.json_formats import OBJECT, read_objects
 from rollout.chat.parsers.pythonic import (
     CALL_LIST,
@@ -15,6 +15,7 @@ from rollout.chat.parsers.pythonic import (
     PythonCall,
     add_call_list,
     make_fault,
+    read_bare,
     read_statement,
     unescape,
 )
@@ -22,7 +23,6 @@ from rollout.chat.parsers.registry import register_tool_parser
 from rollout.chat.parsers.scan import TaggedParser, TurnScan
 
 _FENCE = "```"
-_LINE_END = re.compile(r"[ \t]*\n")
 #: What opens and closes calls.
 _ENDS = {"<|tool_call>": "<tool_call|>", "<start_function_call>": "<end_function_call>"}
 _NESTED = {
@@ -31,16 +31,14 @@ _NESTED = {
 }
 _NESTED_FENCE = re.compile(r"(?P<opens>```tool_code\b)|(?P<closes>```)")
 
-_HEAD = re.compile(r"\s*call:\s*([\w.\-]+)\s*\{")
+_HEAD = re.compile(r"\s*call:\s*([\w.\-]+)\s*(?=\{)")
 _MARKED = re.compile(r'\s*(?:<\|"\|>(.*?)<\|"\|>|<escape>(.*?)<escape>)', re.DOTALL)
 _QUOTED = re.compile(rf"\s*(?P<bad>[bBfF]?){STRING}".replace(r"\\\n]", r"\\]"), re.DOTALL)
 _BARE_KEY = re.compile(r"""\s*([^,:{}\[\]<"'\s][^,:{}\[\]<"]*)""")
 _BARE = re.compile(r"""\s*([^,{}\[\]<"'\s](?:[^,{}\[\]<]*[^,{}\[\]<\s])?)(?P<goes_on>\s*,)?""")
 #: What a bare word may hold beside quotes that it leaves open; "it's" and "dogs'" open none.
 _CLOSED = re.compile(r"""[^"']++|"[^"]*"|(?<!\w)'[^']*'|(?<=\w)'""")
-_CONSTANTS = {
-    "true": True, "false": False, "null": None, "True": True, "False": False, "None": None
-}  # fmt: skip
+_CLOSING = {"{": "}", "[": "]"}
 
 
 @register_tool_parser("gemma")
@@ -57,14 +55,11 @@ class GemmaParser(TaggedParser):
     stop_tokens = ("<end_of_turn>", "<turn|>", "<|tool_response>", "<start_function_response>")
     reasoning_tags = (("<|channel>thought", "<channel|>"), ("<think>", "</think>"))
     opening = (
-        r"<\|tool_call>|<start_function_call>|(?P<fence>```tool_code\b)"
+        r"<\|tool_call>|<start_function_call>|(?P<fence>```tool_code[ \t]*\n)"
         rf"|(?:\A|(?<=<channel\|>)|(?<=</think>))\s*(?:(?P<json>(?={OBJECT}))|{CALL_LIST})"
     )
 
     def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
-        if opening["fence"] is not None:
-            is_line = _LINE_END.match(scan.text, opening.end()) is not None
-            return is_line or scan.is_at_line_start
         if opening[0] not in _ENDS:
             return True
         is_begun = scan.text.startswith("call:", scan.skip_space(opening.end()))
@@ -77,13 +72,17 @@ class GemmaParser(TaggedParser):
             return read_objects(scan, opening.end(), opening.end(), is_marked=False)
         if opening["fence"] is not None:
             return _read_fence(scan, opening.end())
-        reader, end = GemmaReader(scan.text, opening.end()), _ENDS[opening[0]]
-        name, arguments = reader.read_call()
-        if not reader.take(end):
-            fault = make_fault(f"the call is not closed by {end}", scan.text, reader.at)
-            fault.is_open = not scan.text.startswith(opening[0], reader.at)
+        head, end = _HEAD.match(scan.text, opening.end()), _ENDS[opening[0]]
+        if head is None:
+            at = scan.skip_space(opening.end())
+            raise make_fault("expected call:NAME{", scan.text, at)
+        arguments, stop = _read_arguments(scan.text, head.end())
+        at = scan.skip_space(stop)
+        if not scan.text.startswith(end, at):
+            fault = make_fault(f"the call is not closed by {end}", scan.text, at)
+            fault.is_open = not scan.text.startswith(opening[0], at)
             raise fault
-        return scan.add_call(opening.start(), reader.at, name, arguments)
+        return scan.add_call(opening.start(), at + len(end), head[1], arguments)
 
     def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
         if opening[0] not in _ENDS and opening["fence"] is None:
@@ -101,108 +100,74 @@ def _read_fence(scan: TurnScan, at: int) -> int:
         more, at = read_statement(scan.text, at)
         calls += more
     for call in calls:
-        scan.add_call(call.start, call.stop, call.name, call.arguments)
+        scan.add_call(*call)
     return at + len(_FENCE)
 
 
-class GemmaReader:
-    """A position in a text from which ``call:f{key:value}`` is read; it then stands after that.
+def _read_arguments(text: str, at: int) -> tuple[dict[str, Any], int]:
+    """The object that begins at `at`, and where it ends: its tokens are those of JSON, rewritten.
 
     Raises:
-        FaultyCall: From all that reads, with the position of the fault.
+        FaultyCall: Something else stands there.
     """
+    start, tokens = at, [""]
+    brackets: list[str] = []
+    while not tokens[-1] or brackets:
+        at = skip_space(text, at)
+        if len(tokens) > 2 * MAX_VALUES:
+            raise make_fault(f"more than {MAX_VALUES:,} values in a call", text, at)
+        token, stop = text[at : at + 1], at + 1
+        if token in _CLOSING:
+            brackets.append(_CLOSING[token])
+        elif token in ("}", "]"):
+            brackets.pop()
+            if tokens[-1] == ",":
+                tokens.pop()
+        elif token not in (",", ":"):
+            is_key = brackets[-1] == "}" and tokens[-1] in ("{", ",")
+            value, stop = _read_value(text, at, is_key=is_key)
+            if stop == at:
+                end = "a value" if tokens[-1] in ("{", "[", ",", ":") else f", or {brackets[-1]}"
+                raise make_fault(f"expected {end}", text, at)
+            token = json.dumps(value)
+        tokens.append(token)
+        at = stop
+    try:
+        value = read_json_text("".join(tokens))
+    except FaultyCall:
+        raise make_fault("expected key:value pairs", text, start) from None
+    return value, at
 
-    def __init__(self, text: str, at: int) -> None:
-        self.text = text
-        self.at = at
-        self._values = 0
 
-    def take(self, sign: str) -> bool:
-        """Whether `sign` stands next, white space aside; if so go past it."""
-        self.at = skip_space(self.text, self.at)
-        if not self.text.startswith(sign, self.at):
-            return False
-        self.at += len(sign)
-        return True
-
-    def read_call(self) -> tuple[str, dict[str, Any]]:
-        """The name of the function and its arguments."""
-        head = _HEAD.match(self.text, self.at)
-        if head is None:
-            self._fail("expected call:NAME{")
-        self.at = head.end()
-        return head[1], dict(self._read_items("}", 0))
-
-    def _fail(self, reason: str) -> NoReturn:
-        raise make_fault(reason, self.text, self.at)
-
-    def _read_items(self, end: str, depth: int) -> list[tuple[str, Any]]:
-        """Values up to `end`, each with its key where they are those of an object."""
-        items: list[tuple[str, Any]] = []
-        while not self.take(end):
-            if items and not self.take(","):
-                self._fail(f"expected , or {end}")
-            if items and self.take(end):
-                break
-            key = self._read_key() if end == "}" else ""
-            items.append((key, self._read_value(depth + 1)))
-        return items
-
-    def _read_key(self) -> str:
-        key = self._read_string()
-        if key is None:
-            word = _BARE_KEY.match(self.text, self.at)
-            if word is None:
-                self._fail("expected key:value")
-            self.at = word.end()
-            key = word[1].strip()
-        if not self.take(":"):
-            self._fail("expected : after a key")
-        return key
-
-    def _read_value(self, depth: int) -> Any:
-        self._values += 1
-        if self._values > MAX_VALUES:
-            self._fail(f"more than {MAX_VALUES:,} values in a call")
-        string = self._read_string()
-        if string is not None:
-            return string
-        word = _BARE.match(self.text, self.at)
-        if word is not None:
-            if word["goes_on"] is not None and _is_open(word[1]):
-                self._fail("expected the end of a quote or parenthesis before the comma")
-            self.at = word.end(1)
-            return _read_bare(word[1])
-        if depth > MAX_DEPTH:
-            self._fail("nested too deeply")
-        if self.take("{"):
-            return dict(self._read_items("}", depth))
-        if not self.take("["):
-            self._fail("expected a value")
-        return [value for _, value in self._read_items("]", depth)]
-
-    def _read_string(self) -> str | None:
-        """The string that stands next, in whichever quotes; None where something else does."""
-        string = _MARKED.match(self.text, self.at)
-        if string is not None:
-            self.at = string.end()
-            return string[string.lastindex or 0]
-        string = _QUOTED.match(self.text, self.at)
-        if string is None:
-            return None
-        if string["bad"]:
-            self._fail("bytes and formatted strings are no values")
-        self.at = string.end()
-        body = string[string.lastindex or 0]
-        if string[2] in ("r", "R"):
-            return body
-        return _read_json_string(body) if string[5] is not None else unescape(body)
+def _read_value(text: str, at: int, *, is_key: bool) -> tuple[Any, int]:
+    """The text or bare word at `at`, and where it ends; at `at` where there is none."""
+    marked = _MARKED.match(text, at)
+    if marked is not None:
+        return marked[marked.lastindex or 0], marked.end()
+    quoted = _QUOTED.match(text, at)
+    if quoted is not None:
+        if quoted["bad"]:
+            raise make_fault("bytes and formatted strings are no values", text, at)
+        body = quoted[quoted.lastindex or 0]
+        if quoted[2] not in ("r", "R"):
+            body = _read_json_string(body) if quoted[5] is not None else unescape(body)
+        return body, quoted.end()
+    word = (_BARE_KEY if is_key else _BARE).match(text, at)
+    if word is None:
+        return None, at
+    if is_key:
+        return word[1].strip(), word.end()
+    if word["goes_on"] is not None and _is_open(word[1]):
+        reason = "expected the end of a quote or parenthesis before the comma"
+        raise make_fault(reason, text, at)
+    try:
+        return read_bare(word[1]), word.end(1)
+    except ValueError:  # a text, as models at times forget the marks
+        return word[1], word.end(1)
 
 
 def _read_json_string(body: str) -> str:
     """What stands between double quotes in JSON, or else, by its escapes, in Python."""
-    if "\\" not in body:
-        return body
     try:
         return str(json.loads(f'"{body}"', strict=False))
     except ValueError:
@@ -212,11 +177,3 @@ def _read_json_string(body: str) -> str:
 def _is_open(word: str) -> bool:
     """Whether a quote or a parenthesis of a bare word is not closed in it."""
     return word.count("(") > word.count(")") or _CLOSED.sub("", word) != ""
-
-
-def _read_bare(word: str) -> Any:
-    """A constant, a number, or else the word itself, as models at times forget the marks."""
-    try:
-        return read_number(word)
-    except ValueError:
-        return _CONSTANTS.get(word, word)

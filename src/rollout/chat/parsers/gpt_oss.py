@@ -6,21 +6,14 @@ import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from rollout.chat.parsers.json_calls import (
-    FaultyCall,
-    find_last_calls,
-    read_arguments,
-    read_json,
-    read_json_text,
-    skip_space,
-)
+from rollout.chat.parsers.json_calls import FaultyCall, read_json, read_json_text
 from rollout.chat.parsers.registry import ParsedTurn, register_tool_parser
 from rollout.chat.parsers.scan import MAX_TAGS, TooManyCalls, TurnScan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_RECIPIENT = re.compile(r"(?<!\S)to=([^\s<]*)")
+_RECIPIENT = re.compile(r"(?<!\S)to=(?:functions\.(?=[^\s<]))?([^\s<]*)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*([A-Za-z]*)")
 _PIECE = r"[^<]{0,300}"
 _HEADER = rf"(?:<\|channel\|>{_PIECE})?(?:<\|constrain\|>{_PIECE})?<\|message\|>"
@@ -31,22 +24,15 @@ _FIRST = re.compile(
 )
 #: What ends a header.
 _END_OF_HEADER = re.compile(r"<\|(message|start|end|call|return)\|>")
-#: What ends a message of analysis: a header inside one that nothing closed is a draft.
-_END_OF_ANALYSIS = re.compile(r"<\|(start|end|call|return)\|>")
-#: What ends the message of a call, after its JSON.
-_END_OF_CALL = re.compile(r"<\|(start|channel|end|call|return)\|>")
+#: What ends a message of analysis, in which a header is a draft, or that of a call, after its JSON.
+_END = re.compile(r"<\|(start|end|call|return)\|>")
 #: What ends any other message, unless it is spoken of: neither a message nor the end follows.
 _END_OF_CONTENT = re.compile(
     rf"<\|(end|call|return)\|>(?=(?:\s*{_STOP}){{0,3}}+\s*(?:<\|(?:start|channel)\|>|\Z))"
     rf"|<\|(start)\|>(?={_PIECE}(?:{_HEADER}|<\|channel\|>{_PIECE}\Z|(?<=\w)\Z))"
     rf"|<\|(channel)\|>(?={_PIECE}(?:<\|constrain\|>{_PIECE})?<\|message\|>)"
 )
-#: What ends a call, with the header of the next one.
-_NEXT = re.compile(
-    rf"{_STOP}\s*(?=(?:[^<]|<\|(?:start|channel)\|>){{0,300}}\sto=)"
-    rf"(?:<\|start\|>{_PIECE})?{_HEADER}\s*"
-)
-_LAST = re.compile(rf"(?:{_STOP}\s*){{1,3}}\Z")
+_NESTED = re.compile(rf"(?P<opens><\|message\|>)|(?P<closes>{_STOP})")
 #: Recipients that are no tools.
 _PEOPLE = ("", "assistant", "user", "all")
 
@@ -106,47 +92,38 @@ def _read_message(scan: TurnScan, start: int, body: int, header: str) -> int:
     """Add the message that stands at `body`; return the position after it."""
     channel, recipient = _read_header(header)
     is_analysis, is_call = channel == "analysis", recipient not in _PEOPLE
-    ends = _END_OF_ANALYSIS if is_analysis else _END_OF_CALL if is_call else _END_OF_CONTENT
     is_json = is_call and not is_analysis
-    end = ends.search(scan.text, _find_end_of_json(scan.text, body) if is_json else body)
+    ends = _END if is_analysis or is_call else _END_OF_CONTENT
+    end = ends.search(scan.text, _find_end_of_json(scan, body) if is_json else body)
     stop, token = (len(scan.text), "") if end is None else (end.start(), end[0])
     if is_json:
-        _add_call(scan, start, body, stop, recipient)
+        try:
+            value = read_json_text(scan.text[body:stop])
+        except FaultyCall as fault:
+            scan.add_invalid(start, stop, str(fault))
+        else:
+            scan.add_json_call(start, stop, value, name=recipient)
     elif not is_analysis:
         scan.add_content(body, stop)
     elif is_call and token == "<|call|>":
         reason = "a call on the analysis channel is not executed; use the commentary channel"
         scan.add_invalid(start, stop, reason)
     else:
-        scan.add_reasoning(body, stop)
+        scan.add_reasoning(scan.text[body:stop])
     return stop if token in ("", "<|start|>", "<|channel|>") else stop + len(token)
 
 
-def _find_end_of_json(text: str, body: int) -> int:
-    """Where the JSON of a call ends; of faulty JSON before calls that are sound, to the end."""
+def _find_end_of_json(scan: TurnScan, body: int) -> int:
+    """Where the JSON of a call ends; of faulty JSON where the message does that holds it."""
     try:
-        return read_json(text, skip_space(text, body))[1]
-    except FaultyCall as error:
-        last = None if error.is_cut else _LAST.search(text, body)
-        end = len(text) if last is None else last.start()
-        return end if error.is_cut else find_last_calls(text, body, _NEXT, end)
+        return read_json(scan.text, scan.skip_space(body))[1]
+    except FaultyCall as fault:
+        nesting = scan.nesting(_NESTED)
+        end = None if fault.is_cut else nesting.find_end(body)
+        return len(scan.text) if end is None else nesting.spans[end][0]
 
 
 def _read_header(text: str) -> tuple[str, str]:
     """The channel of a message, and its recipient without the namespace of functions."""
     channel, recipient = _CHANNEL.search(text), _RECIPIENT.search(text)
-    name = recipient[1].removeprefix("functions.") if recipient is not None else ""
-    if recipient is not None and not name:
-        name = "functions."
-    return (channel[1].lower() if channel is not None else ""), name
-
-
-def _add_call(scan: TurnScan, start: int, body: int, stop: int, name: str) -> None:
-    try:
-        if name == "functions.":
-            raise FaultyCall("the recipient names no function")
-        arguments = read_arguments(read_json_text(scan.text[body:stop]))
-    except FaultyCall as error:
-        scan.add_invalid(start, stop, str(error))
-    else:
-        scan.add_call(start, stop, name, arguments)
+    return channel[1].lower() if channel else "", recipient[1] if recipient else ""

@@ -15,9 +15,6 @@ from typing import Any
 MAX_DEPTH = 100
 #: What may stand before JSON, also where a string quotes it.
 GAP = r"(?:\s|\\[nrt])*+"
-#: Calls that are read to find the end of a faulty one.
-_MAX_READ = 128
-_NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _SPACE = re.compile(r"\s*+")
 
 
@@ -46,31 +43,20 @@ def skip_space(text: str, at: int) -> int:
     return space.end()
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
 def _read_float(literal: str) -> float:
-    number = float(literal)
-    if not math.isfinite(number):
-        raise ValueError(f"{literal[:20]} is too large a number")
-    return number
+    if math.isfinite(number := float(literal)):
+        return number
+    raise ValueError(f"{literal[:20]} is not a finite number")
 
 
-def read_number(text: str) -> int | float:
-    """The number that a bare word writes; ValueError where it is none, or overflows."""
-    if _NUMBER.fullmatch(text) is None:
-        raise ValueError("no number")
-    return _read_float(text) if any(sign in text for sign in ".eE") else int(text)
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_read_float)
+_DECODER = json.JSONDecoder(parse_constant=_read_float, parse_float=_read_float)
 
 
 def read_json(text: str, at: int) -> tuple[Any, int]:
     """The JSON value that starts at `at`, and where it ends; a `FaultyCall` where there is none."""
     try:
         value, stop = _DECODER.raw_decode(text, at)
+        _check_depth([value], MAX_DEPTH)
     except RecursionError:
         raise FaultyCall("malformed JSON: nested too deeply", at) from None
     except json.JSONDecodeError as error:
@@ -79,16 +65,16 @@ def read_json(text: str, at: int) -> tuple[Any, int]:
         raise FaultyCall(f"malformed JSON: {relative}", at, is_cut=is_cut) from None
     except ValueError as error:
         raise FaultyCall(f"malformed JSON: {error}", at) from None
-    if isinstance(value, dict | list) and _is_deeper(value, MAX_DEPTH):
-        raise FaultyCall("malformed JSON: nested too deeply", at)
     return value, stop
 
 
-def _is_deeper(value: dict[str, Any] | list[Any], depth: int) -> bool:
-    """Whether a value is nested deeper, so that code deeper in the stack could not walk it."""
-    items = value.values() if isinstance(value, dict) else value
-    nested = [item for item in items if type(item) in (dict, list)]
-    return depth < 1 or any(_is_deeper(item, depth - 1) for item in nested)
+def _check_depth(value: dict[str, Any] | list[Any], depth: int) -> None:
+    """Raise a RecursionError where code deeper in the stack could not walk a value."""
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, dict | list):
+            if depth < 1:
+                raise RecursionError
+            _check_depth(item, depth - 1)
 
 
 def read_json_text(text: str) -> Any:
@@ -143,28 +129,6 @@ def read_arguments(value: object, key: str = "arguments") -> dict[str, Any]:
     if not isinstance(value, dict):
         raise FaultyCall(f'"{key}" must be an object, not {_kind(value)}')
     return value
-
-
-def find_last_calls(text: str, at: int, head: re.Pattern[str], end: int | None = None) -> int:
-    """Where a faulty call ends: before calls that are well-formed, and nothing else, to the end.
-
-    Other calls after it may be quoted in it.
-
-    Args:
-        text: The turn.
-        at: Where to search from.
-        head: What divides calls, and stands before the JSON of the next one.
-        end: Where the last call ends; the end of the text by default.
-    """
-    stop = len(text) if end is None else end
-    for opening in reversed(list(head.finditer(text, at, stop))[-_MAX_READ:]):
-        try:
-            end_of_json = read_json(text, opening.end())[1]
-        except FaultyCall:
-            continue  # a call before it may quote it
-        if end_of_json <= stop and not text[end_of_json:stop].strip():
-            stop = opening.start()
-    return stop
 
 
 def _kind(value: object) -> str:

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import re
-from abc import abstractmethod
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from rollout.chat.parsers.json_calls import (
-    GAP,
-    FaultyCall,
-    find_last_calls,
-    read_arguments,
-    read_call_object,
-    read_json,
-)
+from rollout.chat.parsers.json_calls import GAP, FaultyCall, read_json
 from rollout.chat.parsers.pythonic import read_keywords
 from rollout.chat.parsers.registry import register_tool_parser
 from rollout.chat.parsers.scan import TaggedParser, TurnScan
+
+
+def add_json_before(
+    scan: TurnScan, start: int, at: int, end: str, name: str = "", call_id: str | None = None
+) -> int:
+    """Add the call from `start` whose JSON begins at `at`; return the position after its end tag.
+
+    The JSON is arguments where there is a `name`, else a call. The fence that DeepSeek closes after
+    it may stand before the end tag.
+
+    Raises:
+        FaultyCall: Something else than JSON and the end tag stands there.
+    """
+    value, stop = read_json(scan.text, scan.skip_space(at))
+    stop = scan.skip_space(scan.skip_tag("```", stop))
+    if not scan.text.startswith(end, stop):
+        raise FaultyCall(f"the call is not closed by {end}", stop, is_open=False)
+    return scan.add_json_call(start, stop + len(end), value, name=name, call_id=call_id)
 
 
 @register_tool_parser("hermes")
@@ -31,93 +41,62 @@ class HermesParser(TaggedParser):
     nested = re.compile(rf"(?P<opens>{opening}{GAP}[{{\[])|(?P<closes>{_end})")
 
     def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
-        is_twice = scan.text.startswith(opening[0], opening.end()) and scan.is_at_line_start
-        return is_twice or scan.is_meant(opening.end(), self._end)
+        return scan.is_meant(opening.end(), self._end)
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        value, stop = read_json_before(scan, opening.end(), self._end)
-        name, arguments, _ = read_call_object(value)
-        return scan.add_call(opening.start(), stop, name, arguments)
-
-
-def read_json_before(scan: TurnScan, at: int, end: str) -> tuple[Any, int]:
-    """The JSON value that stands at `at` before an end tag, and the position after that tag.
-
-    The fence that DeepSeek closes after it may stand between them.
-
-    Raises:
-        FaultyCall: Something else stands there.
-    """
-    text = scan.text
-    value, stop = read_json(text, scan.skip_space(at))
-    stop = scan.skip_space(scan.skip_tag("```", stop))
-    if not text.startswith(end, stop):
-        raise FaultyCall(f"the call is not closed by {end}", stop, is_open=False)
-    return value, stop + len(end)
-
-
-_MARK = r"\[TOOL_CALLS\]"
-_NAME = r"(?P<name>[^\[\]{}\n]*)(?:\[CALL_ID\](?P<id>[^\[\]{}\n]*))?\[ARGS\]"
-_NAMED = re.compile(_NAME)
-_NEXT_MARK = re.compile(rf"{_MARK}\s*+(?:{_NAME}\s*+)?")
+        return add_json_before(scan, *opening.span(), self._end)
 
 
 @register_tool_parser("mistral")
 class MistralParser(TaggedParser):
     """Mistral: ``[TOOL_CALLS]`` and an array of calls, or ``[TOOL_CALLS]name[ARGS]{…}`` each.
 
-    Tokenizers up to v7 write an array, later ones a name, perhaps an id, and arguments. What is
-    malformed reaches to the next ``[TOOL_CALLS]`` or to the end; calls of an array that stand
-    before the fault count.
+    Tokenizers up to v7 write an array, later ones a name, perhaps an id, and arguments. JSON that
+    is malformed reaches to the end of the turn; calls before it count.
     """
 
     stop_tokens = ("</s>",)
     reasoning_tags = (("[THINK]", "[/THINK]"), ("<think>", "</think>"))
-    opening = _MARK
-    #: What calls begin with: an array, or a name and arguments.
-    _begun = re.compile(r"\s*(?:\[\s*(?:[{\]\"]|\Z)|\{|[^\[\]{}\n]*\[(?:ARGS|CALL_ID)\])")
+    opening = (
+        r"\[TOOL_CALLS\](?:\s*+(?P<name>[^\[\]{}\n]*+)"
+        r"(?:\[CALL_ID\](?P<id>[^\[\]{}\n]*+))?\[ARGS\])?"
+    )
+    _begun = re.compile(r"\s*+(?:\[\s*+(?:[{\]\"]|\Z)|\{)")
 
     def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
-        return scan.is_empty or self._begun.match(scan.text, opening.end()) is not None
+        is_begun = self._begun.match(scan.text, opening.end()) is not None
+        return is_begun or opening["name"] is not None or scan.is_empty
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        at = scan.skip_space(opening.end())
-        named = _NAMED.match(scan.text, at)
-        if named is None and scan.text.startswith("[", at):
-            return self._read_array(scan, opening, at + 1)
-        if named is None or not named["name"].strip():
+        name, at = (opening["name"] or "").strip(), scan.skip_space(opening.end())
+        if opening["name"] is None and scan.text.startswith("[", at):
+            return self._read_array(scan, opening.start(), scan.skip_space(at + 1))
+        if not name:
             raise FaultyCall("expected an array of calls, or NAME[ARGS] and JSON")
-        value, stop = read_json(scan.text, scan.skip_space(named.end()))
-        name, arguments = named["name"].strip(), read_arguments(value)
-        return scan.add_call(opening.start(), stop, name, arguments, named["id"])
+        value, stop = read_json(scan.text, at)
+        return scan.add_json_call(opening.start(), stop, value, name=name, call_id=opening["id"])
 
-    def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
-        return find_last_calls(scan.text, opening.end(), _NEXT_MARK)
-
-    def _read_array(self, scan: TurnScan, opening: re.Match[str], at: int) -> int:
-        start, at, end = opening.start(), scan.skip_space(at), len(scan.text)
+    def _read_array(self, scan: TurnScan, start: int, at: int) -> int:
+        end = len(scan.text)
         if scan.text.startswith("]", at):
             return scan.add_invalid(start, at + 1, "the array holds no call")
-        try:
-            while at < end and not scan.text.startswith("]", at):
+        while at < end and not scan.text.startswith("]", at):
+            try:
                 value, stop = read_json(scan.text, at)
-                scan.add_json_call(start, stop, value)
-                start = follower = scan.skip_space(stop)
-                if follower < end and scan.text[follower] not in ",]":
-                    raise FaultyCall("expected , or ] after a call", follower)
-                start = at = scan.skip_space(follower + scan.text.startswith(",", follower))
-        except FaultyCall as fault:
-            stop = find_last_calls(scan.text, fault.at, _NEXT_MARK)
-            return scan.add_invalid(start, stop, str(fault))
+            except FaultyCall as fault:
+                return scan.add_invalid(start, end, str(fault))
+            scan.add_json_call(start, stop, value)
+            start = at = scan.skip_space(stop)
+            if scan.text.startswith(",", at):
+                start = at = scan.skip_space(at + 1)
+            elif at < end and not scan.text.startswith("]", at):
+                return scan.add_invalid(at, end, "expected , or ] after a call")
         return at + 1
 
 
 #: How an object in JSON begins, and one that was meant as a call.
 OBJECT = r"\{\s*[\"}]"
-_CALL_OBJECT = r"\{\s*\"(?:name|type|function)\"\s*:"
-_TAG = r"<\|python_tag\|>"
-_MEANT_OBJECT = re.compile(_CALL_OBJECT)
-_NEXT_OBJECT = re.compile(rf"(?:;\s*(?:{_TAG}\s*)?|{_TAG}\s*)(?={_CALL_OBJECT})")
+_MEANT_OBJECT = re.compile(r"\{\s*\"(?:name|type|function)\"\s*:")
 
 
 @register_tool_parser("llama3")
@@ -132,7 +111,7 @@ class Llama3Parser(TaggedParser):
 
     stop_tokens = ("<|eot_id|>", "<|eom_id|>")
     opening = (
-        rf"(?P<tag>{_TAG})|<function=(?P<function>[^<>\n]*)>"
+        r"(?P<tag><\|python_tag\|>)|<function=(?P<function>[^<>\n]*)>"
         rf"|(?:\A|(?<=</think>))\s*(?={OBJECT})"
     )
     nested = re.compile(rf"(?P<opens><function=[^<>\n]*>{GAP}\{{)|(?P<closes></function>)")
@@ -147,7 +126,10 @@ class Llama3Parser(TaggedParser):
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
         start, at = opening.start(), scan.skip_space(opening.end())
         if opening["function"] is not None:
-            return self._read_function(scan, start, at, opening["function"].strip())
+            name = opening["function"].strip()
+            if not name:
+                raise FaultyCall("expected <function=NAME>")
+            return add_json_before(scan, start, at, "</function>", name)
         if scan.text.startswith("{", at):
             is_marked = opening["tag"] is not None
             return read_objects(scan, start if is_marked else at, at, is_marked=is_marked)
@@ -158,48 +140,30 @@ class Llama3Parser(TaggedParser):
         return scan.add_call(start, stop, call[1], arguments)
 
     def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
-        if opening["function"] is not None:
-            return super().find_end(scan, opening, fault)
-        # Another tag after code that opened a string may be quoted in it.
-        is_code = self._built_in.match(scan.text, opening.end()) is not None
-        return len(scan.text) if is_code else scan.find(opening[0], opening.end())
-
-    def _read_function(self, scan: TurnScan, start: int, at: int, name: str) -> int:
-        if not name:
-            raise FaultyCall("expected <function=NAME>")
-        value, stop = read_json_before(scan, at, "</function>")
-        return scan.add_call(start, stop, name, read_arguments(value))
+        is_tagged = opening["function"] is not None
+        return super().find_end(scan, opening, fault) if is_tagged else len(scan.text)
 
 
 def read_objects(scan: TurnScan, start: int, at: int, *, is_marked: bool) -> int:
     """Add the JSON calls that begin at `at`, separated by ``;``; return the position after them.
 
-    Args:
-        scan: What to add to.
-        start: Where the text of the first call begins, its mark included.
-        at: Where its JSON begins.
-        is_marked: Whether a mark says that calls follow; else one without arguments is content.
+    The text of the first begins at `start`, its mark included. Where nothing marks it as a call, an
+    object without a name and arguments is content.
     """
     keys = ("parameters", "arguments")
-    while True:
+    while scan.text.startswith("{", at):
         try:
             value, stop = read_json(scan.text, at)
-        except FaultyCall as error:
-            if not is_marked and _MEANT_OBJECT.match(scan.text, at) is None:
-                return scan.add_content(start, at + 1)
-            stop = len(scan.text)
-            if not error.is_cut:
-                stop = find_last_calls(scan.text, at + 1, _NEXT_OBJECT)
-            scan.add_invalid(start, stop, str(error))
-        else:
-            is_call = isinstance(value, dict) and any(key in value for key in keys)
-            if not is_marked and not (is_call and "name" in value):
-                return scan.add_content(start, stop)
-            scan.add_json_call(start, stop, value, *keys)
+        except FaultyCall as fault:
+            if is_marked or _MEANT_OBJECT.match(scan.text, at) is not None:
+                return scan.add_invalid(start, len(scan.text), str(fault))
+            return scan.add_content(start, at + 1)
+        if not is_marked and not ("name" in value and any(key in value for key in keys)):
+            return scan.add_content(start, stop)
+        scan.add_json_call(start, stop, value, *keys)
         start = at = scan.skip_space(scan.skip_tag(";", stop))
         is_marked = True
-        if not scan.text.startswith("{", at):
-            return at
+    return at
 
 
 class SectionParser(TaggedParser):
@@ -213,66 +177,53 @@ class SectionParser(TaggedParser):
         section: What opens and closes a section.
         call, end_call: What opens and closes a call.
         separator: What stands between the head and the arguments.
+        head: Regular expression of the head, the separator and a fence around the JSON; the groups
+            ``name``, or ``fenced``, and ``id``, the model's own, tell of the call.
+        example: A head, for the reason of an invalid call.
     """
 
     section: ClassVar[tuple[str, str]]
     call: ClassVar[str]
     end_call: ClassVar[str]
     separator: ClassVar[str]
+    head: ClassVar[str]
+    example: ClassVar[str]
+    _head: ClassVar[re.Pattern[str]]
     _begun: ClassVar[re.Pattern[str]]
 
     def __init_subclass__(cls) -> None:
         cls.opening = "|".join(map(re.escape, (*cls.section, cls.call, cls.end_call)))
+        cls._head = re.compile(cls.head)
         head = rf"{re.escape(cls.call)}[^<]{{0,300}}{re.escape(cls.separator)}"
         cls._begun = re.compile(rf"{head}\s*(?:[{{\[\"]|\w[^\s<]*\s*\n)")
         cls.nested = re.compile(rf"(?P<opens>{head})|(?P<closes>{re.escape(cls.end_call)})")
         super().__init_subclass__()
 
     def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
-        _, end = self.section
-        if opening[0] in (end, self.end_call):
-            return scan.follows_call(opening.start())
-        if opening[0] == self.call:
-            if self._begun.match(scan.text, opening.start()) is not None:
-                return True
-            return scan.follows_call(opening.start()) and not scan.has_ended(end)
-        at = scan.skip_space(opening.end())
-        if scan.text.startswith(self.call, at):
-            gap = scan.text[opening.end() : at]
-            is_begun = self._begun.match(scan.text, at) is not None
-            return is_begun or "\n" in gap or not gap or scan.is_at_line_start
-        return scan.is_meant(opening.end(), end)
+        begin, end = self.section
+        if opening[0] == begin:
+            return scan.text.startswith(self.call, scan.skip_space(opening.end()))
+        is_after_call = scan.follows_call(opening.start())
+        if opening[0] != self.call:
+            return is_after_call
+        is_begun = self._begun.match(scan.text, opening.start()) is not None
+        return is_begun or (is_after_call and not scan.has_ended(end))
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        begin, end = self.section
-        if opening[0] == self.call:
-            return self._read_one(scan, opening)
-        at = scan.skip_space(opening.end())
-        if opening[0] != begin or scan.text.startswith(self.call, at):
+        if opening[0] != self.call:
             return scan.end_call(opening.end())
-        stop, seen = scan.find(end, at), scan.text[at : at + 20]
-        if stop == at:
-            return scan.add_invalid(opening.start(), at, f"no call stands before {end}")
-        return scan.add_invalid(at, stop, f"expected a call in the section: {seen!r}")
-
-    def _read_one(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        tag = self._tag.search(scan.text, opening.end())
-        limit = len(scan.text) if tag is None else tag.start()
-        split = scan.text.find(self.separator, opening.end(), limit)
-        if split < 0:
-            raise FaultyCall(f"expected {self.separator} in the call", limit, is_open=False)
-        head = scan.text[opening.end() : split].strip()
-        name, call_id, body = self.read_head(scan, head, split + len(self.separator))
-        value, stop = read_json_before(scan, body, self.end_call)
-        return scan.add_call(opening.start(), stop, name, read_arguments(value), call_id)
-
-    @abstractmethod
-    def read_head(self, scan: TurnScan, head: str, body: int) -> tuple[str, str | None, int]:
-        """The name of the function, the model's own id of the call, and where the JSON is.
-
-        Raises:
-            FaultyCall: The head names no function.
-        """
+        text, at = scan.text, scan.skip_space(opening.end())
+        head = self._head.match(text, at)
+        if head is None:
+            tag = self._tag.search(text, at)
+            limit = len(text) if tag is None else tag.start()
+            is_open = text.find(self.separator, at, limit) >= 0
+            raise FaultyCall(f"expected {self.example}{self.separator}", limit, is_open=is_open)
+        parts = {"id": None, "fenced": None, **head.groupdict()}
+        name = parts["name"] or parts["fenced"] or ""
+        return add_json_before(
+            scan, opening.start(), head.end(), self.end_call, name.strip(), parts["id"]
+        )
 
 
 @register_tool_parser("deepseek_v3")
@@ -284,15 +235,11 @@ class DeepSeekV3Parser(SectionParser):
     call = "<｜tool▁call▁begin｜>"
     end_call = "<｜tool▁call▁end｜>"
     separator = "<｜tool▁sep｜>"
-    _fenced = re.compile(r"\s{0,8}([^\s`{][^\n`<]{0,255})\n\s{0,8}```[a-z]{0,8}")
-
-    def read_head(self, scan: TurnScan, head: str, body: int) -> tuple[str, str | None, int]:
-        fenced = self._fenced.match(scan.text, body) if head == "function" else None
-        if fenced is not None:
-            return fenced[1].strip(), None, fenced.end()
-        if not head or "\n" in head:
-            raise FaultyCall(f"expected the name of a function before {self.separator}", body)
-        return head, None, body
+    head = (
+        rf"function\s*{separator}\s{{0,8}}(?P<fenced>[^\s`{{][^\n`<]{{0,255}})\n\s{{0,8}}```[a-z]{{0,8}}"
+        rf"|(?P<name>[^\n<]{{1,300}})\s{{0,8}}{separator}"
+    )
+    example = "the name of a function before "
 
 
 @register_tool_parser("kimi_k2")
@@ -304,9 +251,8 @@ class KimiK2Parser(SectionParser):
     call = "<|tool_call_begin|>"
     end_call = "<|tool_call_end|>"
     separator = "<|tool_call_argument_begin|>"
-
-    def read_head(self, scan: TurnScan, head: str, body: int) -> tuple[str, str | None, int]:
-        name = head.partition(":")[0].removeprefix("functions.")
-        if not name or name.isdigit() or any(sign.isspace() for sign in head):
-            raise FaultyCall(f"expected functions.NAME:INDEX, not {head[:40]!r}", body)
-        return name, head, body
+    head = (
+        r"(?P<id>(?:functions\.)?+(?P<name>(?!\d+[:\s<])[^\s<:]{1,300})(?::[^\s<]{0,300})?)"
+        rf"\s{{0,8}}{re.escape(separator)}"
+    )
+    example = "functions.NAME:INDEX"

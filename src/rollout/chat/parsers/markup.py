@@ -6,6 +6,7 @@ Values have no types of their own; the tool's schema gives them (see `argument_t
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from rollout.chat.parsers.argument_types import ArgumentTypes
@@ -21,7 +22,7 @@ class MarkupParser(TaggedParser):
     format needs them; the end tags of a call and of each parameter may not. A tag that no call
     follows is content.
 
-    A value that may be text ends at the last end tag before the next parameter of the schema, or
+    A value ends at the last end tag before the next parameter of the schema, or
     before the end of the call: what it quotes, calls of its own format included, is part of it.
 
     Attributes:
@@ -47,10 +48,9 @@ class MarkupParser(TaggedParser):
     untyped_as_json: ClassVar[bool] = False
     _parameter: ClassVar[re.Pattern[str]]
     _next: ClassVar[re.Pattern[str]]
-    _bare_end: ClassVar[re.Pattern[str]]
 
     def __init_subclass__(cls) -> None:
-        begin, end = cls.block
+        begin, _ = cls.block
         call, parameter = cls.call.replace("?P<name>", "?:"), cls.parameter.replace("(", "(?:", 1)
         cls.opening = rf"(?:{begin}\s*)?{cls.call}|{begin}" if begin else cls.call
         cls._next = re.compile("|".join([*filter(None, cls.block), call, cls.end_call]))
@@ -59,14 +59,6 @@ class MarkupParser(TaggedParser):
             rf"(?P<empty>{call}\s*{cls.end_call})|(?P<opens>{call}\s*{parameter})"
             rf"|(?P<closes>{cls.end_parameter}\s*{cls.end_call})"
             rf"|(?P<splits>{cls.end_parameter}\s*{parameter})"
-        )
-        #: The end of a call whose last value was never closed, and of its block, before another
-        #: call or the end. Within a block, what follows may be quoted in that value: it never runs.
-        end_block = rf"\s*{end}" if end else ""
-        cls._bare_end = re.compile(
-            rf"{cls.end_parameter}\s*{cls.end_call}|{call}\s*{cls.end_call}"
-            rf"|(?P<bare>{cls.end_call}{end_block})"
-            rf"(?=\s*(?:(?:{begin}\s*)?{call}\s*(?:{parameter}|{cls.end_call})|\Z))"
         )
         super().__init_subclass__()
 
@@ -78,58 +70,38 @@ class MarkupParser(TaggedParser):
 
     def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
         text, at, is_block = scan.text, opening.end(), opening[0].startswith(self.block[0])
-        follower = scan.skip_space(at)
-        is_spaced = at < follower and "\n" not in text[at:follower]
         if opening["name"] is None:
-            return self._is_block_meant(
-                scan, at, "" if is_spaced else text[follower : follower + 20]
-            )
+            tag = self._next.search(text, at) if self.needs_block else None
+            is_before_call = tag is not None and self.nested.match(text, tag.start()) is not None
+            head = self.example.partition("NAME")[0]  # of a call whose tag is broken
+            is_begun = text.startswith(head, scan.skip_space(at))
+            return is_before_call or is_begun or scan.is_meant(at, self.block[1])
+        follower = scan.skip_space(at)
         if self.needs_block and not is_block:
             is_in_block = scan.end_of_call >= 0 and not scan.has_ended(self.block[1])
             is_begun = self.nested.match(text, opening.start()) is not None
             return is_in_block and (is_begun or scan.follows_call(opening.start()))
         if scan.nesting(self.nested).find_end(at) is not None:
             return True
-        if is_spaced and not scan.is_at_line_start:
-            return False
         if text.startswith(self.end_call, follower):
             is_code = scan.is_in_fence or text.endswith("`", 0, opening.start())
             return is_block or not is_code
-        if is_block and (self.needs_block or self._next.match(text, follower) is not None):
-            return True
-        if text.find(">", follower) < 0 and (is_block or text.startswith("<", follower)):
-            return text[follower : follower + 1] in ("", "<")
-        is_parameter = self._parameter.match(text, follower) is not None
-        return is_parameter or (is_block and scan.is_meant(at, self.end_call))
-
-    def _is_block_meant(self, scan: TurnScan, at: int, follower: str) -> bool:
-        """Whether a block was meant that ends at `at` and that no call follows."""
-        head = self.example.partition("NAME")[0].rstrip('"')
-        if follower and (follower.startswith(head) or head.startswith(follower)):
-            return True
-        tag = self._next.search(scan.text, at) if self.needs_block else None
-        is_before_call = tag is not None and self.nested.match(scan.text, tag.start()) is not None
-        return is_before_call or scan.is_meant(at, self.block[1])
+        return is_block or self._parameter.match(text, follower) is not None
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        if opening["name"] is None or self.name.fullmatch(opening["name"]) is None:
+        if self.name.fullmatch(opening["name"] or "") is None:
             at = opening.end() if opening["name"] is None else opening.start("name")
-            raise FaultyCall(f"expected {self.example}", _skip_json(scan, at), is_open=False)
-        begin, end = self.block
-        is_nested = (
-            scan.end_of_call >= 0 and opening[0].startswith(begin) and not scan.has_ended(end)
-        )
-        if self.needs_block and is_nested and not scan.follows_call(opening.start()):
-            raise FaultyCall(f"the block before is not closed by {end}", opening.end())
+            with suppress(FaultyCall):  # JSON, as other formats write calls, may quote tags
+                at = read_json(scan.text, scan.skip_space(at))[1]
+            raise FaultyCall(f"expected {self.example}", at, is_open=False)
         name = opening["name"].strip().strip("\"'").strip()
         arguments, stop = self._read_parameters(scan, opening.end(), name)
-        return scan.add_call(opening.start(), scan.skip_tag(end, stop), name, arguments)
+        return scan.add_call(opening.start(), scan.skip_tag(self.block[1], stop), name, arguments)
 
     def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
         stop = scan.nesting(self.nested).find_stop(fault.at)
         if stop is None and fault.is_open:
-            ends = self._bare_end.finditer(scan.text, fault.at)
-            stop = next((end.end() for end in ends if end["bare"] is not None), len(scan.text))
+            return len(scan.text)
         if stop is None:
             tag = self._next.search(scan.text, max(fault.at, opening.start() + 1))
             is_end = tag is not None and tag[0] in (self.end_call, self.block[1])
@@ -141,8 +113,7 @@ class MarkupParser(TaggedParser):
     ) -> tuple[dict[str, Any], int]:
         """The arguments that start at `at`, and the end of the call.
 
-        Of numbers and the like with equal names the last one counts; a text that is given twice may
-        as well be one that quotes its own tags.
+        A value that is given twice may as well be one that quotes its own tags.
 
         Raises:
             FaultyCall: Something else stands there, or the text ends.
@@ -157,30 +128,22 @@ class MarkupParser(TaggedParser):
                 unclosed = f"the call is not closed by {self.end_call}"
                 raise FaultyCall(expected if seen else unclosed, at, is_open=False)
             name, body = opening[1].strip(), opening.end()
-            if not types.may_be_text(name):
-                stop = self._find_end_of_plain(scan, name, body)
-            elif name not in arguments:
-                stop = self._find_end_of_text(scan, name, body, types)
-            else:
+            if name in arguments:
                 raise FaultyCall(f"the parameter {name!r} is given twice", body)
+            stop = self._find_end_of_value(scan, name, body, types)
             arguments[name] = types.convert(name, self.trim(scan.text[body:stop]))
             at = stop + len(self.end_parameter)
         return arguments, at + len(self.end_call)
 
-    def _find_end_of_plain(self, scan: TurnScan, name: str, body: int) -> int:
-        """Where a value that is no text ends: no other tag may stand in it."""
-        stop = scan.find("<", body)
-        if scan.text.startswith(self.end_parameter, stop):
-            return stop
-        reason = f"the parameter {name!r} is not closed by {self.end_parameter}"
-        raise FaultyCall(reason, stop, is_open=False)
-
-    def _find_end_of_text(self, scan: TurnScan, name: str, body: int, types: ArgumentTypes) -> int:
-        """Where a value ends that may be text, tags included."""
+    def _find_end_of_value(self, scan: TurnScan, name: str, body: int, types: ArgumentTypes) -> int:
+        """Where the value that begins at `body` ends, which may hold tags."""
+        first_tag = scan.find("<", body)
+        is_closed = scan.text.startswith(self.end_parameter, first_tag)
+        if is_closed and not types.may_be_text(name):
+            return first_tag
         nesting = scan.nesting(self.nested)
         end = nesting.find_end(body)
         if end is None:
-            is_closed = scan.text.startswith(self.end_parameter, scan.find("<", body))
             what = "call" if is_closed else f"parameter {name!r}"
             tag = self.end_call if is_closed else self.end_parameter
             raise FaultyCall(f"the {what} is not closed by {tag}", body)
@@ -198,14 +161,6 @@ class MarkupParser(TaggedParser):
             reason = f"{self.end_call} stands in the parameter {name!r}, or several calls are mixed"
             raise FaultyCall(reason, body)
         return nesting.spans[end][0]
-
-
-def _skip_json(scan: TurnScan, at: int) -> int:
-    """After the JSON that begins at `at`, which may quote tags; `at` where there is none."""
-    try:
-        return read_json(scan.text, scan.skip_space(at))[1]
-    except FaultyCall:
-        return at
 
 
 @register_tool_parser("qwen3_coder")
@@ -273,9 +228,7 @@ class Glm4Parser(MarkupParser):
             return True
         if self.name.fullmatch(name) is None:
             return scan.nesting(self.nested).find_end(stop) is not None
-        if scan.text.startswith("<arg_key>", stop):
-            return True
         if scan.text.startswith(self.end_call, stop):
             return name.strip() in scan.tool_names or not scan.tool_names
-        is_cut = stop == len(scan.text) or scan.text.startswith("<tool_call>", stop)
-        return is_cut and not name[0].isspace() and scan.is_at_line_start
+        is_before_call = scan.text.startswith("<tool_call>", stop) and scan.is_at_line_start
+        return is_before_call or scan.text.startswith("<arg_key>", stop)

@@ -1,16 +1,16 @@
 """Calls in Python's syntax, whose arguments `ast` reads, and the format of Llama 4, lists of them.
 
 The values are those that JSON has too: strings, numbers, True, False, None (and JSON's true,
-false, null), lists, tuples as lists, dicts with string keys. Depth is bounded, time linear.
+false, null), lists, tuples as lists, dicts, their keys as text. Depth is bounded, time linear.
 """
 
 from __future__ import annotations
 
 import ast
-import math
+import json
 import re
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from rollout.chat.parsers.json_calls import MAX_DEPTH, FaultyCall, read_json_text, skip_space
 from rollout.chat.parsers.registry import register_tool_parser
@@ -22,8 +22,6 @@ MAX_VALUES = 50_000
 _NAME = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 _CALL = re.compile(rf"\s*({_NAME})\s*(?=\()", re.ASCII)
 _PRINT = re.compile(rf"\s*print\(\s*(?={_NAME}\s*\()", re.ASCII)
-_END_OF_PRINT = re.compile(r"\s*\)(?:\s*;)?")
-_END_OF_CALL = re.compile(r"(?:\s*;)?")
 _KEYWORD = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*(?!=)", re.ASCII)
 #: A string; group 1 is its prefix, the last one its body.
 STRING = (
@@ -51,10 +49,8 @@ CALL_LIST = (
     r"\[(?=\s*+(?P<name>[A-Za-z_][\w.]*+)\s*+\("
     r"(?P<named>\s*+(?:\)\s*+[],]|[A-Za-z_]\w*+\s*+=\s*+[\w+.\"'\[({-]))?)"
 )
-_LIST = re.compile(CALL_LIST)
 #: Dots stand for arguments where a list is spoken of.
 _DOTS = re.compile(r"\[\s*[\w.]+\(\s*(?:\.\.\.|…)")
-_START, _END = "<|python_start|>", "<|python_end|>"
 
 
 def make_fault(reason: str, text: str, at: int) -> FaultyCall:
@@ -63,13 +59,8 @@ def make_fault(reason: str, text: str, at: int) -> FaultyCall:
     return FaultyCall(f"{reason}: {seen!r}" if seen else f"{reason}: the text ends", at)
 
 
-class PythonCall(NamedTuple):
-    """A call and where it stands in the text."""
-
-    name: str
-    arguments: dict[str, Any]
-    start: int
-    stop: int
+#: Where a call begins and ends, its function and arguments: what `TurnScan.add_call` takes.
+PythonCall = tuple[int, int, str, dict[str, Any]]
 
 
 def read_call(text: str, at: int) -> PythonCall:
@@ -78,7 +69,7 @@ def read_call(text: str, at: int) -> PythonCall:
     if head is None:
         raise make_fault("expected a call of a function", text, skip_space(text, at))
     arguments, stop = read_keywords(text, head.end())
-    return PythonCall(head[1], arguments, head.start(1), stop)
+    return head.start(1), stop, head[1], arguments
 
 
 def read_keywords(text: str, at: int) -> tuple[dict[str, Any], int]:
@@ -101,18 +92,16 @@ def read_keywords(text: str, at: int) -> tuple[dict[str, Any], int]:
 
 
 def read_call_list(text: str, at: int) -> tuple[list[PythonCall], int]:
-    """The calls of the list at `at`, one at least, such as ``[f(x=1), g()]``, and after it.
+    """The calls of the list at `at`, such as ``[f(x=1), g()]``, and after it.
 
     Raises:
         FaultyCall: It holds anything else.
     """
     items, stop = _split(text, at)
     calls = [read_call(text, start) for start, _ in items]
-    for call, (_, end) in zip(calls, items, strict=True):
-        if text[call.stop : end].strip():
-            raise make_fault("expected , or ]", text, skip_space(text, call.stop))
-    if not calls:
-        raise make_fault("expected a call of a function", text, stop - 1)
+    for (_, stop_of_call, *_), (_, end) in zip(calls, items, strict=True):
+        if text[stop_of_call:end].strip():
+            raise make_fault("expected , or ]", text, skip_space(text, stop_of_call))
     return calls, stop
 
 
@@ -127,14 +116,16 @@ def read_statement(text: str, at: int) -> tuple[list[PythonCall], int]:
         return read_call_list(text, at)
     printed = _PRINT.match(text, at)
     call = read_call(text, at if printed is None else printed.end())
-    end = (_END_OF_CALL if printed is None else _END_OF_PRINT).match(text, call.stop)
-    if end is None:
-        raise make_fault("expected ) after print", text, skip_space(text, call.stop))
-    return [call], end.end()
+    stop = call[1]
+    if printed is not None:
+        stop = skip_space(text, stop) + 1
+        if text[stop - 1 : stop] != ")":
+            raise make_fault("expected ) after print", text, stop - 1)
+    return [call], stop
 
 
 def read_literal(text: str) -> Any:
-    """The value that the whole of `text` writes; a ValueError where it is none."""
+    """The value that the whole of `text` writes, as JSON has it; a ValueError where it is none."""
     text = text.strip()
     if text[:1] in ("[", "{"):
         with suppress(ValueError):  # most are JSON as well, which is read many times faster
@@ -143,9 +134,25 @@ def read_literal(text: str) -> Any:
         raise ValueError(f"more than {MAX_VALUES:,} values in a call")
     try:
         value = ast.literal_eval(_REWRITTEN.sub(_rewrite, text))
+        return read_json_text(json.dumps(value, allow_nan=False))
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         raise ValueError("expected a literal") from None  # or what is nested too deeply
-    return _as_json(value)
+
+
+def read_bare(text: str) -> Any:
+    """The constant, number, list or object that `text` writes without quotes around it.
+
+    Raises:
+        ValueError: It writes something else.
+    """
+    if text in ("null", "None"):
+        return None
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    value = read_literal(text) if text.startswith(("{", "[", "(")) else read_json_text(text)
+    if isinstance(value, str):
+        raise ValueError("a text in quotes")
+    return value
 
 
 def unescape(body: str) -> str:
@@ -188,26 +195,6 @@ def _rewrite(found: re.Match[str]) -> str:
     return repr(body if found[2] in ("r", "R") else unescape(body))
 
 
-def _as_json(value: object, depth: int = 0) -> Any:
-    """A literal of Python as the value of JSON that it is; a ValueError where it is none."""
-    if depth > MAX_DEPTH:
-        raise ValueError("nested too deeply")
-    match value:
-        case str() | int() | None:
-            return value
-        case float():
-            if math.isfinite(value):
-                return value
-            raise ValueError("expected a number within bounds")
-        case list() | tuple():
-            return [_as_json(item, depth + 1) for item in value]
-        case dict():
-            if all(isinstance(key, str) for key in value):
-                return {key: _as_json(item, depth + 1) for key, item in value.items()}
-            raise ValueError("expected keys that are strings")
-    raise ValueError("expected a literal")
-
-
 @register_tool_parser("pythonic")
 class PythonicParser(TaggedParser):
     """Arguments are literals by name; nothing is evaluated.
@@ -218,29 +205,18 @@ class PythonicParser(TaggedParser):
     """
 
     stop_tokens = ("<|eot|>", "<|eom|>", "<|eot_id|>", "<|eom_id|>")
-    opening = rf"<\|python_(?:start|end)\|>|{CALL_LIST}"
+    opening = rf"(?P<mark><\|python_start\|>\s*+)?{CALL_LIST}|<\|python_end\|>"
     nested = re.compile(
-        rf"(?P<opens>{re.escape(_START)}\s*\[\s*[A-Za-z_][\w.]*\s*\()|(?P<closes>{re.escape(_END)})"
+        r"(?P<opens><\|python_start\|>\s*\[\s*[A-Za-z_][\w.]*\s*\()|(?P<closes><\|python_end\|>)"
     )
 
     def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
-        if opening[0] == _END:
-            return scan.follows_call(opening.start())
-        at = scan.skip_space(opening.end())
-        return opening[0] != _START or _LIST.match(scan.text, at) is not None
+        return opening["name"] is not None or scan.follows_call(opening.start())
 
     def read_call(self, scan: TurnScan, opening: re.Match[str]) -> int:
-        if opening[0] == _END:
+        if opening["name"] is None:
             return scan.end_call(opening.end())
-        if opening[0] != _START:
-            return add_call_list(scan, opening)
-        first = _LIST.search(scan.text, opening.end())
-        assert first is not None
-        return add_call_list(scan, first, is_marked=True)
-
-    def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
-        fault.at = opening.end()
-        return super().find_end(scan, opening, fault) if opening[0] == _START else len(scan.text)
+        return add_call_list(scan, opening, is_marked=opening["mark"] is not None)
 
 
 def add_call_list(scan: TurnScan, opening: re.Match[str], *, is_marked: bool = False) -> int:
@@ -249,13 +225,14 @@ def add_call_list(scan: TurnScan, opening: re.Match[str], *, is_marked: bool = F
     is_meant = is_marked or scan.is_at_line_start or name in scan.tool_names
     if named is None and not is_meant:
         return scan.add_content(*opening.span())
-    start = opening.start()
+    start = opening.end() - 1
     try:
         calls, stop = read_call_list(scan.text, start)
     except FaultyCall as fault:
         if is_meant and _DOTS.match(scan.text, start) is None:
+            fault.is_cut = not is_marked
             raise
-        return scan.add_content(start, max(fault.at, opening.end()))
+        return scan.add_content(opening.start(), max(fault.at, opening.end()))
     for call in calls:
-        scan.add_call(call.start, call.stop, call.name, call.arguments)
+        scan.add_call(*call)
     return scan.end_call(stop)

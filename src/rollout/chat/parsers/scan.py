@@ -10,10 +10,15 @@ import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from contextlib import suppress
-from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rollout.chat.parsers.json_calls import FaultyCall, read_call_object, skip_space
+from rollout.chat.parsers.json_calls import (
+    FaultyCall,
+    read_arguments,
+    read_call_object,
+    skip_space,
+)
 from rollout.chat.parsers.registry import ParsedTurn, read_function, strip_stop
 from rollout.types import InvalidToolCall, ToolCall
 from rollout.utf8 import encodable, is_name, unencodable_text
@@ -26,17 +31,15 @@ MAX_CALLS = 128
 #: Tags of one turn that are looked at; what stands after so many is content. No answer has as many,
 #: and text that is nothing but tags costs no more than these.
 MAX_TAGS = 10_000
+#: Characters between tags in which an attempt at a call is recognized.
+_MAX_ATTEMPT = 400
 #: How JSON begins; the dots that stand for some in prose are none.
 _JSON = re.compile(r"\s*+[{\[](?!\s*(?:\.\.\.|…))")
-#: Dots in the place of a call, or of a value of its JSON, up to an end tag.
-_DOTS = re.compile(
-    r"""\s{0,16}(?:[{\[](?:[^"<.…]|"(?:[^"\\\n]|\\.){0,100}"|\.(?!\.\.)){0,200}+(?<=[:,{\[\s]))?"""
-    r"""(?:\.\.\.|…)(?=\s{0,16}[],}<])[^<]{0,200}(?=<)"""
-)
-#: What stands in the place of a call and was meant as one: nothing, a word, code, text as written
-#: between tags. Each is bounded, so that none is looked at for long.
-_WORD = re.compile(r"\s{0,16}(?:\w[^\s<]{0,200}|\w[\w.]{0,100}\([^\n]{0,400}\))?\s{0,16}(?=<|\[)")
-_TIGHT = re.compile(r"[^\s<](?:[^\n<]{0,200}[^\s<])?(?=<)")
+#: Dots in the place of a call, or of a value of its JSON; and strings, in which they mean nothing.
+_DOTS = re.compile(r"(?:^|[:,{\[\s])(?:\.\.\.|…)(?=\s*(?:[],}]|$))")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
+#: A word, or code that calls something.
+_ATTEMPT = re.compile(r"\w\S*|\w[\w.]*\([^\n]*\)")
 
 
 class Nesting:
@@ -55,12 +58,12 @@ class Nesting:
         #: The tags; the first stands for the beginning of the text.
         self.kinds = [None, *(tag.lastgroup for tag in found)]
         self.spans = [(0, 0), *(tag.span() for tag in found)]
-        self.depths = [0]
-        for kind in self.kinds[1:]:
-            self.depths.append(self.depths[-1] + (kind == "opens") - (kind == "closes"))
+        self.depths = list(
+            accumulate((kind == "opens") - (kind == "closes") for kind in self.kinds)
+        )
         #: Of each tag the first of the least depth from it on.
-        self._lowest = list(range(len(self.depths)))
-        for at in range(len(self.depths) - 2, -1, -1):
+        self._lowest = list(range(len(found) + 1))
+        for at in reversed(range(len(found))):
             if self.depths[self._lowest[at + 1]] < self.depths[at]:
                 self._lowest[at] = self._lowest[at + 1]
 
@@ -93,16 +96,24 @@ class TurnScan:
     Args:
         text: The turn without the tokens that end it.
         tools: OpenAI-style function dicts.
+
+    Attributes:
+        tool_names: Of the tools that are offered.
+        end_of_call: Where the last call, or what belongs to it, ends; -1 before the first.
+        is_at_line_start: Whether the line that content has reached is empty so far.
+        is_in_fence: Whether content has opened a fence of Markdown that it has not closed.
     """
 
     def __init__(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> None:
         self.text = text
         self.tools = tools or ()
+        names = (read_function(tool).get("name") for tool in self.tools)
+        self.tool_names = {name for name in names if isinstance(name, str)}
+        self.end_of_call = -1
+        self.is_at_line_start = True
+        self.is_in_fence = False
         #: Content, and between it the text of each invalid call; whether it is content.
         self._pieces: list[tuple[str, bool]] = []
-        self._last = ""  # piece of content
-        self._fences = 0
-        self.end_of_call = -1
         self._nestings: dict[str, Nesting] = {}
         self._reasoning: list[str] = []
         self._calls: list[ToolCall | InvalidToolCall] = []
@@ -110,12 +121,12 @@ class TurnScan:
 
     def build_turn(self, separator: str = "") -> ParsedTurn:
         """The result, with pieces of content joined by `separator`."""
-        content = separator.join(piece for piece, is_content in self._pieces if is_content)
+        content = [piece for piece, is_content in self._pieces if is_content]
         written = None
-        if not all(is_content for _, is_content in self._pieces):
+        if len(content) < len(self._pieces):
             written = encodable(separator.join(piece for piece, _ in self._pieces)).strip()
         return ParsedTurn(
-            content=encodable(content).strip(),
+            content=encodable(separator.join(content)).strip(),
             reasoning=encodable("\n".join(self._reasoning)) if self._reasoning else None,
             calls=tuple(self._calls),
             written=written,
@@ -141,22 +152,6 @@ class TurnScan:
         found = self.text.find(tag, at)
         return len(self.text) if found < 0 else found
 
-    @cached_property
-    def tool_names(self) -> frozenset[str]:
-        """Names of the tools that are offered."""
-        names = (read_function(tool).get("name") for tool in self.tools)
-        return frozenset(name for name in names if isinstance(name, str))
-
-    @property
-    def is_at_line_start(self) -> bool:
-        """Whether the line that content has reached is empty so far."""
-        return self._last.rstrip(" \t")[-1:] in ("", "\n")
-
-    @property
-    def is_in_fence(self) -> bool:
-        """Whether content has opened a fence of Markdown that it has not closed."""
-        return self._fences % 2 == 1
-
     @property
     def is_empty(self) -> bool:
         """Whether there is no content and no call yet."""
@@ -176,39 +171,36 @@ class TurnScan:
         return at
 
     def is_meant(self, at: int, end: str) -> bool:
-        """Whether what stands between an opening tag and `end`, and is no call, was meant as one.
+        """Whether what stands at `at`, between an opening tag and its `end`, was meant as a call.
 
         It begins as JSON without dots for a value, or it stands where templates put it: on lines of
         its own, or on the line that the tag begins, and is no sentence. Else the tag is spoken of.
-
-        Args:
-            at: After the tag.
-            end: Its end tag.
         """
-        text = self.text
-        is_json = _JSON.match(text, at) is not None
-        if not (is_json or self.is_at_line_start or text.startswith("\n", at)):
+        is_json = _JSON.match(self.text, at) is not None
+        if not (is_json or self.is_at_line_start or self.text.startswith("\n", at)):
             return False
-        dots = _DOTS.match(text, at)
-        if dots is not None and text.startswith(end, dots.end()):
+        stop = self.text.find(end, at, at + _MAX_ATTEMPT)
+        if stop < 0 or "<" in (body := self.text[at:stop]):
+            return is_json
+        if _DOTS.search(_STRING.sub('""', body)) is not None:
             return False
         if is_json or self.is_in_fence:
             return is_json
-        forms = [_WORD.match(text, at), _TIGHT.match(text, at) if self.is_at_line_start else None]
-        return any(form is not None and text.startswith(end, form.end()) for form in forms)
+        is_tight = self.is_at_line_start and body == body.strip() and "\n" not in body
+        return is_tight or _ATTEMPT.fullmatch(body.strip() or "_") is not None
 
     def add_content(self, start: int, stop: int) -> int:
         """Record the text from `start` to `stop` as content; return `stop`."""
         if start < stop:
-            self._last = self.text[start:stop]
-            self._pieces.append((self._last, True))
-            self._fences += self._last.count("```")
+            piece = self.text[start:stop]
+            self._pieces.append((piece, True))
+            self.is_at_line_start = piece.rstrip(" \t")[-1:] in ("", "\n")
+            self.is_in_fence ^= piece.count("```") % 2 == 1
         return stop
 
-    def add_reasoning(self, start: int, stop: int, *, opening: str = "") -> None:
-        """Record the text from `start` to `stop` as reasoning, without `opening` before it."""
-        piece = self.text[start:stop].strip()
-        self._reasoning.append(piece.removeprefix(opening).strip())
+    def add_reasoning(self, text: str) -> None:
+        """Record reasoning, without white space around it."""
+        self._reasoning.append(text.strip())
 
     def add_call(
         self, start: int, stop: int, name: str, arguments: Mapping[str, Any], call_id: object = None
@@ -231,25 +223,35 @@ class TurnScan:
         self._add(start, ToolCall(name=name, arguments=arguments, id=call_id, raw=raw))
         return self.end_call(stop)
 
+    def add_json_call(
+        self,
+        start: int,
+        stop: int,
+        value: object,
+        *keys: str,
+        name: str = "",
+        call_id: object = None,
+    ) -> int:
+        """Record the call that a JSON value describes, valid or not; return `stop`.
+
+        It is the arguments of `name` where that stands outside the JSON, else a call whose `keys`
+        are those of `read_call_object`.
+        """
+        try:
+            if name:
+                arguments = read_arguments(value)
+            else:
+                name, arguments, call_id = read_call_object(value, *keys)
+        except FaultyCall as fault:
+            return self.add_invalid(start, stop, str(fault))
+        return self.add_call(start, stop, name, arguments, call_id)
+
     def add_invalid(self, start: int, stop: int, reason: str) -> int:
         """Record that what stands in the place of a call is none; return `stop`."""
         raw = self.text[start:stop]
         self._add(start, InvalidToolCall(raw=raw, reason=encodable(reason)))
         self._pieces.append((raw, False))
         return self.end_call(stop)
-
-    def add_json_call(self, start: int, stop: int, value: object, *keys: str) -> int:
-        """Record the call that a JSON value describes, valid or not; return `stop`.
-
-        Args:
-            start, stop: Of its text.
-            value: What the JSON says; `keys` as in `read_call_object`.
-        """
-        try:
-            name, arguments, call_id = read_call_object(value, *keys)
-        except FaultyCall as error:
-            return self.add_invalid(start, stop, str(error))
-        return self.add_call(start, stop, name, arguments, call_id)
 
     def _add(self, start: int, call: ToolCall | InvalidToolCall) -> None:
         if len(self._calls) == MAX_CALLS:
@@ -278,7 +280,7 @@ class TaggedParser(ABC):
     stop_tokens: ClassVar[tuple[str, ...]] = ()
     reasoning_tags: ClassVar[tuple[tuple[str, str], ...]] = (("<think>", "</think>"),)
     opening: ClassVar[str]
-    nested: ClassVar[re.Pattern[str]]
+    nested: ClassVar[re.Pattern[str]] = re.compile(r"(?!)")
     _tag: ClassVar[re.Pattern[str]]
 
     def __init_subclass__(cls) -> None:
@@ -302,7 +304,7 @@ class TaggedParser(ABC):
 
     def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
         """Where a faulty call ends: with all that may be quoted in it, or before the next tag."""
-        at = max(fault.at, opening.end())
+        at = opening.end() if fault.is_open else fault.at
         stop = None if fault.is_cut else scan.nesting(self.nested).find_stop(at)
         if stop is not None:
             return stop
@@ -348,7 +350,8 @@ class TaggedParser(ABC):
     def _read_reasoning(self, scan: TurnScan, start: int, pairs: Sequence[tuple[str, str]]) -> int:
         """Read reasoning that one of `pairs` has opened before `start`."""
         stop, closing = min((scan.find(closing, start), closing) for _, closing in pairs)
-        head = scan.skip_space(start)
-        again = next((tag for tag, _ in pairs if scan.text.startswith(tag, head)), "")
-        scan.add_reasoning(start, stop, opening=again)
+        piece = scan.text[start:stop].strip()
+        for opening, _ in pairs:  # the model may open again what the prompt has opened
+            piece = piece.removeprefix(opening)
+        scan.add_reasoning(piece)
         return stop + len(closing)
