@@ -120,12 +120,6 @@ class Contained(Generic[T]):
             return math.inf
         return self._cancelled_at if self._cancelled_at < math.inf else self.scope.deadline
 
-    def find_inner(self) -> Iterator[Contained[Any]]:
-        """The contained code that it waits for, at whatever depth."""
-        for code in self.inner:
-            yield code
-            yield from code.find_inner()
-
     def place(self) -> str:
         """File and line where the code waits; empty once it has ended."""
         if self._body is None:
