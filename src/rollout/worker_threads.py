@@ -208,7 +208,6 @@ class WorkerThreads:
         name: str,
         function: Callable[..., Awaitable[T]],
         *args: object,
-        cleanup_s: float | None = None,
         is_apart: bool = False,
     ) -> T:
         """``await function(*args)`` on asyncio: here, or under trio on one asyncio thread.
@@ -219,7 +218,6 @@ class WorkerThreads:
         that is cancelled before it begins is not made, and not waited for.
 
         Args:
-            cleanup_s: In place of that of all calls.
             is_apart: Run on that thread also under asyncio: code that blocks its loop then blocks
                 no engine.
         """
@@ -252,8 +250,7 @@ class WorkerThreads:
         context.run(sniffio.current_async_library_cvar.set, "asyncio")
         context.run(asyncio.run_coroutine_threadsafe, call(), loop)
         with note_where_it_waits(find_frames_there):
-            patience_s = self._cleanup_s if cleanup_s is None else cleanup_s
-            return await self._wait_for(result, name, patience_s, stop)
+            return await self._wait_for(result, name, self._cleanup_s, stop)
 
     def _start_loop(self) -> asyncio.AbstractEventLoop:
         """Start the asyncio thread, whose loop takes calls at once.

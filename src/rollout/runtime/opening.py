@@ -188,6 +188,8 @@ async def open_rollout_on(
         threads = WorkerThreads(
             max_threads=config.tools.max_threads,
             max_abandoned=config.tools.max_abandoned_threads,
+            # Code that is contained is given up before that, and told where it waits.
+            cleanup_s=2 * config.limits.cleanup_s,
             watch=LoopLag().watch,
         )
         stack.callback(threads.close)
