@@ -1,7 +1,7 @@
 """Deadlines that name their limit, and the limits of a trajectory, which can be paused.
 
-An inner deadline is clipped by the outer one and then carries the outer one's name. The scope that
-fires therefore always says which limit of the configuration ended the work.
+An inner limit ends with the outer one at the latest, and names that one then. The scope that fires
+therefore always says which limit of the configuration ended the work.
 """
 
 from __future__ import annotations
@@ -47,18 +47,10 @@ class Deadline(msgspec.Struct, frozen=True, gc=False):
     seconds: float
 
     @classmethod
-    def after(
-        cls,
-        seconds: float | None,
-        source: str,
-        outer: Deadline | None = None,
-        *,
-        now: float | None = None,
-    ) -> Deadline:
-        """Return the deadline `seconds` from `now`, or the `outer` one where that is not later."""
+    def after(cls, seconds: float | None, source: str) -> Deadline:
+        """The deadline `seconds` from now; with None there is no limit."""
         length = math.inf if seconds is None else seconds
-        deadline = cls(length + (anyio.current_time() if now is None else now), source, length)
-        return deadline if outer is None or deadline.at < outer.at else outer
+        return cls(anyio.current_time() + length, source, length)
 
     def later(self, seconds: float) -> Deadline:
         """The same limit `seconds` later."""
