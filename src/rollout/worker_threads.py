@@ -225,10 +225,8 @@ class WorkerThreads:
         is_here = not (is_apart or runs_on_trio())
         loop = asyncio.get_running_loop() if is_here else self._loop or self._start_loop()
         result: Future[T] = Future()
-        tasks: list[asyncio.Task[Any] | None] = []
 
         async def call() -> None:
-            tasks.append(asyncio.current_task())
             if result.set_running_or_notify_cancel():
                 try:
                     result.set_result(await function(*args))
@@ -236,21 +234,17 @@ class WorkerThreads:
                     result.set_exception(error)
 
         def find_frames_there() -> list[FrameType]:
-            coroutine: Any = tasks[0].get_coro() if tasks and tasks[0] else None
-            if getattr(coroutine, "cr_running", False):  # blocks the loop
+            if coroutine.cr_running:  # blocks the loop
                 return find_thread_frames(self._loop_thread)
             return find_frames(coroutine)
 
-        def stop() -> None:
-            if tasks and tasks[0]:
-                loop.call_soon_threadsafe(tasks[0].cancel)
-
         context = copy_context()
+        coroutine: Any = call()
         # Where anyio runs trio it says so there, and the call would take its loop for trio's.
         context.run(sniffio.current_async_library_cvar.set, "asyncio")
-        context.run(asyncio.run_coroutine_threadsafe, call(), loop)
+        task = context.run(asyncio.run_coroutine_threadsafe, coroutine, loop)
         with note_where_it_waits(find_frames_there):
-            return await self._wait_for(result, name, self._cleanup_s, stop)
+            return await self._wait_for(result, name, self._cleanup_s, task.cancel)
 
     def _start_loop(self) -> asyncio.AbstractEventLoop:
         """Start the asyncio thread, whose loop takes calls at once.
