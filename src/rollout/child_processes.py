@@ -104,9 +104,14 @@ class ChildProcess:
         self._replies = BufferedByteReceiveStream(process.stdout)
 
     @property
-    def is_running(self) -> bool:
-        """Whether it has not ended."""
-        return self._process.returncode is None and not self._lifeline.closed
+    def is_killed(self) -> bool:
+        """Whether it was ended from here."""
+        return self._lifeline.closed
+
+    @property
+    def has_died(self) -> bool:
+        """Whether it has ended by itself, or by others."""
+        return self._process.returncode is not None
 
     async def ask(self, function: FunctionRef, body: bytes | None = None) -> bytes:
         """Have the process import a function, and answer `body` with it unless that is None.
@@ -167,13 +172,13 @@ class ChildProcesses:
         """A process for the requests of the block; waits for one that is free."""
         async with self._slots:
             child = self._idle.pop() if self._idle else await self._start()
-            if not child.is_running:  # it died meanwhile
+            if child.has_died:  # while it idled
                 await child.kill()
                 child = await self._start()
             try:
                 yield child
             finally:
-                if child.is_running:
+                if not child.is_killed:
                     self._idle.append(child)
 
     async def prepare(
