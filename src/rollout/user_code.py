@@ -125,10 +125,6 @@ class NotImportableError(Exception):
     """Another process cannot find or import a function; says why, or what to do about it."""
 
 
-class MainGuardError(RolloutError):
-    """A module that a process imports for what it defines starts the work of a script."""
-
-
 #: The modules and files that this process imports only for what they define, the innermost last.
 _imports: list[str] = []
 
@@ -137,10 +133,10 @@ def refuse_while_imported(what: str) -> None:
     """Let a module start work, unless this process imports it only for what it defines.
 
     Raises:
-        MainGuardError: It does; the work belongs to the process that runs the module as a script.
+        RolloutError: It does; the work belongs to the process that runs the module as a script.
     """
     if _imports:
-        raise MainGuardError(
+        raise RolloutError(
             f"{what}: {_imports[-1]} is imported by a process that needs only what it defines, "
             "and would start everything once more; put what the script starts under "
             '`if __name__ == "__main__":`'
