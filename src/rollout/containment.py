@@ -32,6 +32,8 @@ logger = logging.getLogger("rollout")
 
 T = TypeVar("T")
 
+#: How many waits in the clean-up of stopped code are broken off.
+_MOST_THROWS = 10
 #: The containment of this task, and the contained code that this task runs.
 _containment: ContextVar[Containment | None] = ContextVar("rollout_containment", default=None)
 _around: ContextVar[Contained[Any] | None] = ContextVar("rollout_contained", default=None)
@@ -65,10 +67,11 @@ class StoppableCoroutine(Generator[Any, Any, Any]):
         return self._replace() if self.is_stopped else self.coroutine.throw(*error)
 
     def _replace(self) -> Any:
-        with suppress(BaseException):
-            self.coroutine.throw(_Stopped)  # `close` would leave async generators half open
-        with suppress(BaseException):
-            self.coroutine.close()  # its clean-up waits
+        # Each throw breaks off a wait of its clean-up: `close` alone would leave async generators,
+        # and so context managers, half open.
+        for _ in range(_MOST_THROWS):
+            with suppress(BaseException):
+                self.coroutine.throw(_Stopped)
         self.coroutine, self.is_stopped = self._park(), False
         return self.coroutine.send(None)
 
