@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import anyio
 
-from rollout.containment import Contained, UnresponsiveError, enter_containment
+from rollout.containment import Contained, enter_containment
 from rollout.errors import RolloutError
 from rollout.scopes import find_propagating
 from rollout.types import Prompt
@@ -87,10 +87,10 @@ class PromptSource:
         task = self._task = Contained[None](self._scheduler.containment, WHAT)
         try:
             await task.run(self._pull_until_over)
-        except UnresponsiveError as error:
-            self._scheduler.tally.unresponsive += 1
-            logger.warning("%s", error)
         finally:
+            if task.unresponsive is not None:
+                self._scheduler.tally.unresponsive += 1
+                logger.warning("%s", task.unresponsive)
             self._task = self._iterator = None
             self._has_task = self.is_pulling = False
             self._scheduler.change()
@@ -144,7 +144,7 @@ class PromptSource:
         if type(self.data) in (list, tuple) or not may_leave_loop():
             return self._next_sync()
         threads: WorkerThreads = self._scheduler.threads
-        return await threads.run_beside(WHAT, self._next_sync, patience_s=0.0)
+        return await threads.run_beside(WHAT, self._next_sync)
 
     def _next_sync(self) -> tuple[Any, bool]:
         if self._iterator is None:

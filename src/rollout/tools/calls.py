@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import anyio
 import msgspec
 
-from rollout.containment import Contained, UnresponsiveError, containment_here
+from rollout.containment import Contained, containment_here
 from rollout.errors import ToolError
 from rollout.limits import Limit, call_limit
 from rollout.observe.event_stream import EventStream
 from rollout.observe.events import ToolEnded, ToolStarted
-from rollout.scopes import find_exception, release_token
+from rollout.scopes import find_exception
 from rollout.tools.results import ToolResult, describe_error, error_result
 from rollout.tools.schemas import SchemaCheck
 from rollout.types import Cause, InvalidToolCall, ToolCall
@@ -106,24 +106,25 @@ async def attempt(
         ToolError: It raised anything but KeyboardInterrupt, which is raised as itself; or `limit`
             was over, and it was cancelled. The text is for the model; its cause is what it raised.
         LimitExceeded: So was a limit around `limit`.
-        UnresponsiveError: It was cancelled and did not end, nor does what waits for it continue.
+        UnresponsiveError: It was cancelled and did not end, and there is no `tally`.
     """
     async with containment_here() as containment:
         code = code or Contained(containment, what, what)
-        code.what, code.ends_alone = what, tally is not None
+        code.what = what
         limit.govern(code.scope)
         token = call_limit.set(limit)
         try:
             await code.run(action)
-        except UnresponsiveError as given_up:
-            if tally is None or not code.ends_alone:
-                raise
-            tally.unresponsive += 1
-            logger.warning("%s", given_up)
         finally:
             call_limit.reset(token)
             limit.release()
     error, stopped = code.error, code.unresponsive
+    if stopped is not None:
+        if tally is None:
+            code.raise_unresponsive()
+        else:
+            tally.unresponsive += 1
+            logger.warning("%s", stopped)
     if error is None and stopped is None and not code.was_cancelled:
         return cast("T", code.value)
     if error is not None and (interrupt := find_exception(error, KeyboardInterrupt)):
@@ -197,16 +198,12 @@ class ToolGate:
     @asynccontextmanager
     async def _take_slot(self) -> AsyncIterator[None]:
         """Hold one of `max_concurrency` slots, from when the rate allows another start."""
-        borrower = object()
-        try:
-            await self._slots.acquire_on_behalf_of(borrower)
+        async with self._slots:
             if self._policy.rate_limit_per_s is not None:
                 async with self._starting:
                     await anyio.sleep_until(self._next_start)
                     self._next_start = anyio.current_time() + 1 / self._policy.rate_limit_per_s
             yield
-        finally:
-            release_token(self._slots, borrower)
 
     def find_refusal(self) -> ToolResult | None:
         """Return the breaker's answer where a call may not run now."""
