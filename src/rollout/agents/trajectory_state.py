@@ -87,7 +87,7 @@ class TrajectoryState:
         self.generations = self.cached_tokens = self.resumes = self.discarded_tokens = 0
         self.cut_prompt_tokens = self.sampled_placeholders = self.truncated_tokens = 0
         self.pinned_calls = 0
-        self.restarts: list[str] = []
+        self.restarts: tuple[str, ...] = ()
         self.generation_s = self.idle_since = 0.0
         self.prompt = name_prompt(prompt, identity.uid)
         kwargs = prompt.extra.get("interaction_kwargs")

@@ -128,7 +128,7 @@ class TrajectoryRun:
     def begin_again(self) -> None:
         """Begin another attempt, from the start; the tokens of this one are discarded."""
         self.counts = _sum_counts(self, discarded_tokens=self.tokens)
-        self.restarts += tuple(self.context.state.restarts)
+        self.restarts += self.context.state.restarts
         self.attempt += 1
         self.cause, self.stuck = None, ()
 

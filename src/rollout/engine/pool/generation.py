@@ -149,17 +149,17 @@ class Generation:
     log_probs: array[float] = attrs.Factory(lambda: array("f"))
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
-    parts: list[Dispatch] = attrs.Factory(list)
+    parts: tuple[Dispatch, ...] = ()
     resumes: int = 0
-    restarts: list[str] = attrs.Factory(list)
-    versions: list[list[int]] = attrs.Factory(list)
+    restarts: tuple[str, ...] = ()
+    versions: Sequence[list[int]] = ()
     bounded_by: str = ""
     top_count: int = 0
-    top_ids: bytes | bytearray = attrs.Factory(bytearray)
-    top_log_probs: bytes | bytearray = attrs.Factory(bytearray)
+    top_ids: bytes | bytearray = b""
+    top_log_probs: bytes | bytearray = b""
     expert_shape: tuple[int, int] | None = None
     expert_room: int = 0
-    routed_experts: bytes | bytearray = attrs.Factory(bytearray)
+    routed_experts: bytes | bytearray = b""
     kept: int | None = None
     held_s: float = 0.0
     is_truncated: bool = False
@@ -315,6 +315,8 @@ class Generation:
         self.priority, self.group_id, self.trajectory = priority, group_id, trajectory
         self.limit, self.media = limit or Clock(), tuple(media)
         self.top_count, self.expert_start = sampling.top_log_probs, known_experts
+        if self.top_count:
+            self.top_ids, self.top_log_probs = bytearray(), bytearray()
         return self
 
     def set_facts(self, info: EngineInfo) -> None:
@@ -322,6 +324,7 @@ class Generation:
         self.info, self.expert_shape = info, info.capabilities.expert_shape
         if self.expert_shape is not None:
             self.expert_room = self.prompt_tokens - self.expert_start
+            self.routed_experts = bytearray()
 
     @property
     def clock(self) -> Clock:
@@ -351,7 +354,7 @@ class Generation:
         """What is taken from now on comes from this request, after the tokens there are."""
         assert self.dispatch is not None
         self.dispatch.request_id, self.dispatch.start = request_id, self.count
-        self.parts.append(self.dispatch)
+        self.parts += (self.dispatch,)
 
     def build_submit(self, request_id: str, now: float) -> Submit:
         """The message that asks for the rest of the answer."""
@@ -378,8 +381,8 @@ class Generation:
         """Drop the tokens, before the request is made again from its prompt."""
         for part in self.parts:
             part.is_discarded = True
-        self.restarts.append(reason)
-        self.ids, self.log_probs, self._packed, self.versions = array("i"), array("f"), None, []
+        self.restarts += (reason,)
+        self.ids, self.log_probs, self._packed, self.versions = array("i"), array("f"), None, ()
         self.finish_reason, self.cached_tokens = None, 0
         self.top_ids, self.top_log_probs = bytearray(), bytearray()
         self.routed_experts = bytearray()
@@ -413,7 +416,7 @@ class Generation:
             if self.versions and self.versions[-1][0] == chunk.weight_version:
                 self.versions[-1][1] += count
             else:
-                self.versions.append([chunk.weight_version, count])
+                self.versions = (*self.versions, [chunk.weight_version, count])
         if chunk.finish_reason is not None:
             self.finish_reason = chunk.finish_reason
             self.cached_tokens = chunk.cached_tokens
