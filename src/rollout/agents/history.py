@@ -114,7 +114,7 @@ class History:
         self.rows, self.transcript = [row], row.transcript
         self._reader = reader
         self._added: list[Message] = []
-        self.messages = Messages(self._added, reader.template.decode)
+        self.messages = Messages(self._added, reader.decode)
         self.turns: dict[int, Mark] = {}
         self.in_reasoning = self.has_raw_ids = False
         self.turn_start: int | None = None
@@ -143,7 +143,7 @@ class History:
 
     def decode_turns(self) -> dict[int, str]:
         """The text that the model sampled, by position in `messages`."""
-        piece, decode = self.transcript.prefix.slice, self._reader.template.decode
+        piece, decode = self.transcript.prefix.slice, self._reader.decode
         return {
             at: decode(piece(turn.turn_start or 0, turn.position))
             for at, turn in self.turns.items()
@@ -238,7 +238,7 @@ class History:
             row.messages = self.messages if row.messages is None else row.messages
         self._open_row(Transcript())
         self._added, self.turns = [], {}
-        self.messages = Messages(self._added, self._reader.template.decode)
+        self.messages = Messages(self._added, self._reader.decode)
         self.begin(rendered, prompt_room)
 
     def _open_row(self, transcript: Transcript) -> None:

@@ -129,8 +129,7 @@ class TurnReader:
     def __init__(
         self, template: ChatTemplate, parser: ToolParser, schemas: Sequence[Mapping[str, Any]]
     ) -> None:
-        self.template, self.parser, self.schemas = template, parser, schemas
-        self._decode = template.encoder.decode
+        self.parser, self.schemas, self.decode = parser, schemas, template.decode
         own = getattr(parser, "stop_tokens", ())
         self._own_end: str = next(iter(own), "")
         ends = {*template.stop_token_ids, *template.token_ids(END_TOKENS)}
@@ -144,7 +143,7 @@ class TurnReader:
         Parsers leave out an end token of their format, so that they get one in place of another:
         only an id ends a turn, and spellings in the text before it are content.
         """
-        text = self._decode(ids)
+        text = self.decode(ids)
         end = self._foreign_ends.get(ids[-1]) if ids else None
         if end is None:
             return self.read_text(text, cut_by, in_reasoning=in_reasoning)

@@ -152,7 +152,7 @@ class Generation:
     parts: tuple[Dispatch, ...] = ()
     resumes: int = 0
     restarts: tuple[str, ...] = ()
-    versions: Sequence[list[int]] = ()
+    versions: tuple[list[int], ...] = ()
     bounded_by: str = ""
     top_count: int = 0
     top_ids: bytes | bytearray = b""
@@ -238,11 +238,11 @@ class Generation:
         ends = list(accumulate(length for _, length in self.versions))
         part = copy.copy(self)
         part.ids, part.log_probs, part._packed = self.ids[:count], self.log_probs[:count], None
-        part.versions = [
+        part.versions = tuple(
             [version, min(length, count - end + length)]
             for (version, length), end in zip(self.versions, ends, strict=True)
             if end - length < count
-        ]
+        )
         part.top_ids, part.top_log_probs = self.top_ids[:width], self.top_log_probs[:width]
         if self.expert_shape is not None:
             size = self._expert_bytes * (self.expert_room + count)
@@ -461,7 +461,7 @@ class Generation:
         """Take the tokens of an answer that a journal remembers; it is over."""
         self.ids, self.log_probs = array("i", ids), array("f", log_probs)
         self._packed = (ids, log_probs)
-        self.versions, self.finish_reason = versions, finish
+        self.versions, self.finish_reason = tuple(versions), finish
         self._call_readers()
 
     def remove_reader(self, reader: Callable[[Generation], object]) -> None:
