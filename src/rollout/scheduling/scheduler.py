@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from rollout.agents.ending import Ending
-from rollout.containment import enter_containment
-from rollout.limits import call_limit
 from rollout.scheduling.arguments import check_prompt
 from rollout.scheduling.endings import CLOSED, LOST, make_unstarted
 from rollout.scheduling.members import MemberGroup, cancel_members
@@ -157,8 +155,6 @@ class Scheduler:
     async def _run_member(self, run: TrajectoryRun) -> None:
         """Run a member to its trajectory, have its call take that, and free the slot."""
         member = run.member
-        enter_containment(self.containment)
-        call_limit.set(None)  # where a tool makes this call, its limit is none of the member's
         try:
             trajectory = await run_trajectory(self._runner, run)
             if member.group.call is None:
