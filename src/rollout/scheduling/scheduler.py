@@ -38,7 +38,7 @@ class Scheduler:
 
     Args:
         admission: Bounds the trajectories in flight.
-        start: Starts a task of the runtime's: carried members outlive the call that started them.
+        start: Starts a task of the runtime's, with a name: carried members outlive their call.
 
     Attributes:
         log: The journal.
@@ -150,7 +150,7 @@ class Scheduler:
         else:
             self.live[member] = None
             run = TrajectoryRun(self.containment, member, deadline)
-            self.start(lambda: self._run_member(run))
+            self.start(lambda: self._run_member(run), member.identity.uid)
 
     async def _run_member(self, run: TrajectoryRun) -> None:
         """Run a member to its trajectory, have its call take that, and free the slot."""
