@@ -92,8 +92,8 @@ class TrajectoryState:
         self.prompt = name_prompt(prompt, identity.uid)
         kwargs = prompt.extra.get("interaction_kwargs")
         # As keys of `tools_kwargs`: those that hold None may be of other users, or Arrow's.
-        self._user_kwargs = without_null_keys(kwargs) if isinstance(kwargs, Mapping) else {}
-        self.user_name = self._user_kwargs.get("name") or services.config.agent.interaction
+        self._user_kwargs = without_null_keys(kwargs) if isinstance(kwargs, Mapping) else None
+        self.user_name = (self._user_kwargs or {}).get("name") or services.config.agent.interaction
         if self.user_name is not None:
             services.interactions.check(self.user_name)
         self.user: Interaction | None = None
@@ -180,7 +180,7 @@ class TrajectoryState:
             InteractionContext(
                 uid=self.identity.uid,
                 member=self.identity.member,
-                kwargs=dict(self._user_kwargs),
+                kwargs=dict(self._user_kwargs or {}),
                 ground_truth=self.prompt.ground_truth,
                 extra=self.extra,
                 threads=self.services.threads,
