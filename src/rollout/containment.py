@@ -32,8 +32,6 @@ logger = logging.getLogger("rollout")
 
 T = TypeVar("T")
 
-#: How many waits in the clean-up of stopped code are broken off.
-_MOST_THROWS = 10
 #: The containment of this task, and the contained code that this task runs.
 _containment: ContextVar[Containment | None] = ContextVar("rollout_containment", default=None)
 _around: ContextVar[Contained[Any] | None] = ContextVar("rollout_contained", default=None)
@@ -67,12 +65,11 @@ class StoppableCoroutine(Generator[Any, Any, Any]):
         return self._replace() if self.is_stopped else self.coroutine.throw(*error)
 
     def _replace(self) -> Any:
-        stopped, self.coroutine, self.is_stopped = self.coroutine, self._park(), False
-        # `close` alone leaves async generators half open whose clean-up waits. What is left then
-        # is freed here, and Python prints a line: at exit it would be closed again, and spin.
-        for _ in range(_MOST_THROWS):
-            with suppress(BaseException):  # its clean-up failed, or it has ended
-                stopped.throw(_Stopped)
+        with suppress(BaseException):
+            self.coroutine.throw(_Stopped)  # `close` would leave async generators half open
+        with suppress(BaseException):
+            self.coroutine.close()  # its clean-up waits
+        self.coroutine, self.is_stopped = self._park(), False
         return self.coroutine.send(None)
 
 
@@ -89,8 +86,6 @@ class Contained(Generic[T]):
         value, error: What it returned, or raised.
         was_cancelled: Whether `cancel` or the deadline ended it.
         unresponsive: Set where it, or code that it waited for, was stopped.
-        ends_alone: Set it to let code that waits for this one continue where this one was stopped;
-            False afterwards where that was ending too.
         inner: The contained code that it waits for.
         find_frames_elsewhere: The frames of code in another thread that it waits for.
         since: When it began, on the loop's clock.
@@ -104,11 +99,9 @@ class Contained(Generic[T]):
         self.error: BaseException | None = None
         self.was_cancelled = False
         self.unresponsive: UnresponsiveError | None = None
-        self.ends_alone = False
         self.inner: dict[Contained[Any], None] = {}
         self.find_frames_elsewhere: Callable[[], list[FrameType]] = list
         self._containment, self._activity = containment, activity
-        #: When it was cancelled; afresh where code that it waits for was stopped.
         self._cancelled_at = math.inf
         self._body: StoppableCoroutine | None = None  # while its task runs
         #: Where it has paused: set when it continues, with `_next`.
@@ -122,7 +115,7 @@ class Contained(Generic[T]):
 
     @property
     def ends_at(self) -> float:
-        """When the code is, or was, cancelled; infinite where nobody waits for it."""
+        """When its time to end begins, or began; infinite where nobody waits for it."""
         if self.reported.is_set():
             return math.inf
         return self._cancelled_at if self._cancelled_at < math.inf else self.scope.deadline
@@ -140,24 +133,18 @@ class Contained(Generic[T]):
         return describe_place([*find_frames(self._body.coroutine), *self.find_frames_elsewhere()])
 
     async def run(self, function: Callable[[], Awaitable[T]]) -> T | None:
-        """Run `function` to its end: `value` is what it returned, `error` what it raised.
+        """Run `function` until it has ended or was stopped, and return its value.
 
-        The value is returned too; neither is there where `cancel` or the deadline ended it. Code
-        that is paused continues with it, in the task that it has.
-
-        Cancellation of the caller passes on to the code, and leaves once that has ended or was
-        stopped.
-
-        Raises:
-            UnresponsiveError: It did not end within `cleanup_s` of its cancellation.
+        The attributes say how it ended. Code that is paused continues with the function, in the
+        task that it has. Cancellation of the caller passes on to the code, and leaves after that.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
         if self._continued is None:
-            self._body = StoppableCoroutine(self._call(function), self._park)
+            self._body = StoppableCoroutine(self._call(function), self._containment.park)
             if self._around is not None:
                 self._around.inner[self] = None
             self._containment.present[self] = None
-            self._containment.tasks.start_soon(self.serve, name=self.what)
+            self._containment.tasks.start_soon(self._serve, name=self.what)
         elif self._body is None:
             return self.value  # the runtime closes, and has ended it already
         else:
@@ -169,15 +156,19 @@ class Contained(Generic[T]):
         except BaseException as error:
             if not reported.is_set():  # else it has ended, or paused: it continues uncancelled
                 self.cancel()
-            if isinstance(error, GeneratorExit | _Stopped):
-                raise
-            with anyio.CancelScope(shield=True):
-                await reported.wait()
-            if self.unresponsive is None:
-                raise
-        if self.unresponsive is not None:
-            raise self.unresponsive
+                self._delay_outer()
+            if not isinstance(error, GeneratorExit | _Stopped):
+                with anyio.CancelScope(shield=True):
+                    await reported.wait()
+            raise
         return self.value
+
+    def raise_unresponsive(self) -> None:
+        """Raise where it was stopped; what waits for it has not ended then either."""
+        if self.unresponsive is not None:
+            if self._around is not None:
+                self._around.unresponsive = self._around.unresponsive or self.unresponsive
+            raise self.unresponsive
 
     async def pause(self) -> Callable[[], Awaitable[T]] | None:
         """Within the code: have `run` return already; return what the next `run` is called with.
@@ -198,8 +189,8 @@ class Contained(Generic[T]):
         if self._continued is not None:
             self._continued.set()
 
-    async def serve(self) -> None:
-        """The code's task: runs it, reports how it ended, and parks where it was stopped."""
+    async def _serve(self) -> None:
+        """The code's task: runs it, and reports how it ended."""
         activity = self._activity  # noqa: F841  (see `observe.blocking_code`)
         _around.set(self)
         assert self._body is not None
@@ -210,9 +201,8 @@ class Contained(Generic[T]):
             if error is self.error or not isinstance(error, RuntimeError):
                 self.error = error
             else:  # it left scopes open, which would end more than its task
-                self.was_cancelled = self.error is not None and self.scope.cancel_called
                 self._report()
-                await self._park()
+                await self._containment.park()
         else:
             self.was_cancelled = self.scope.cancelled_caught
             self.error = None  # it was this scope's cancellation
@@ -228,45 +218,43 @@ class Contained(Generic[T]):
             self.error = error
             raise
 
-    def stop(self, now: float) -> None:
+    def stop(self) -> None:
         """Report the code as unresponsive, and never resume it."""
-        error = UnresponsiveError(
+        self.unresponsive = UnresponsiveError(
             f"{self.what} did not end within limits.cleanup_s = {self._containment.cleanup_s:g} s "
             f"of its cancellation and was given up; it waits at {self.place()}"
         )
         assert self._body is not None
         self._body.is_stopped = True
-        code: Contained[Any] | None = self
-        while code is not None:
-            code.unresponsive = code.unresponsive or error
-            if code.ends_at < now:
-                code._cancelled_at = now  # what waited for this begins to end now
-            around = code._around
-            code.ends_alone &= around is None or around.ends_at >= now
-            code = None if code.ends_alone else around
+        self._delay_outer()
         self._report()
+
+    def _delay_outer(self) -> None:
+        """Have what waits for it, and is ending too, begin to end now: until now it could not."""
+        now, code = self._containment.clock(), self._around
+        while code is not None and code.ends_at <= now:
+            code._cancelled_at = now
+            code.unresponsive = code.unresponsive or self.unresponsive
+            code = code._around
 
     def _report(self) -> None:
         if self._around is not None:
             self._around.inner.pop(self, None)
         self.reported.set()
 
-    async def _park(self) -> None:
-        with anyio.CancelScope(shield=True):
-            await self._containment.closing.wait()
-
 
 @contextmanager
 def note_where_it_waits(find_frames: Callable[[], list[FrameType]]) -> Iterator[None]:
     """Have contained code be placed by these frames, of another thread, while it waits here."""
     code = _around.get()
-    if code is not None:
-        code.find_frames_elsewhere = find_frames
+    if code is None:
+        yield
+        return
+    code.find_frames_elsewhere = find_frames
     try:
         yield
     finally:
-        if code is not None:
-            code.find_frames_elsewhere = list
+        code.find_frames_elsewhere = list
 
 
 class Containment:
@@ -309,6 +297,11 @@ class Containment:
                 except* RuntimeError:
                     pass  # the loop complains about scopes that stopped code has left open
 
+    async def park(self) -> None:
+        """Wait until the runtime closes, in the task of code that was stopped."""
+        with anyio.CancelScope(shield=True):
+            await self.closing.wait()
+
     async def _stop_late_code(self) -> None:
         """Stop code whose time to end is over; what began last first, as others wait for it."""
         while True:
@@ -322,7 +315,7 @@ class Containment:
             now = self.clock() - late_s
             for code in reversed(self.present):
                 if code.ends_at + self.cleanup_s <= now:
-                    code.stop(now)
+                    code.stop()
 
     async def _name_rest(self) -> None:
         """Log each second what closing waits for: code that shields itself, or awaits a thread."""
@@ -382,6 +375,7 @@ async def contain(what: str, function: Callable[[], Awaitable[T]]) -> T:
     async with containment_here() as containment:
         code: Contained[T] = Contained(containment, what)
         value = await code.run(function)
+        code.raise_unresponsive()
         if code.error is not None:
             raise code.error
         return cast("T", value)

@@ -91,11 +91,9 @@ class Limit:
 
     def __init__(self, due: float, source: str, seconds: float, outer: Limit | None) -> None:
         self.source, self.seconds, self._outer = source, seconds, outer
-        # By the time of what is around it: when it was paused, and how long it stood still before.
-        self._paused_at, self._lost_s, self._pauses = 0.0, 0.0, 0
-        self._due = due  # by its own time
-        #: Of one that has governed a scope: when that ends, and what ends then.
-        self._end: tuple[float, Limit | Deadline] | None = None
+        self._due = due  # by its own time, which is the loop's less all pauses
+        self._pauses, self._stopped_at, self._lost_s = 0, 0.0, 0.0
+        self._found: Deadline | None = None  # as its scope has it
 
     def open(self, seconds: float | None, source: str, *, since: float | None = None) -> Limit:
         """A limit within this one; with None it ends when this one does.
@@ -114,23 +112,17 @@ class Limit:
         return self._outer.clock
 
     @property
-    def ends_at(self) -> float:
-        """When it ends, as things stand: by itself, or with one around it."""
-        return self._find_end()[0]
-
-    @property
     def deadline(self) -> Deadline:
         """When it ends, as things stand, and which limit ends it then: itself, or one around it.
 
         Of two that end at the same time that is the outer one.
         """
-        at, first = self._find_end()
-        return Deadline(at, first.source, first.seconds)
+        return self._found or self._find_deadline()
 
     @property
     def is_over(self) -> bool:
         """Whether its time has come."""
-        return self.clock.now() >= self.ends_at
+        return self.clock.now() >= self.deadline.at
 
     @property
     def is_outer_over(self) -> bool:
@@ -139,12 +131,13 @@ class Limit:
 
     def own_time(self) -> float:
         """The loop's time less all pauses."""
-        return (self._paused_at if self._pauses else self._time_around()) - self._lost_s
+        if self._pauses:
+            return self._stopped_at
+        return (self._outer.own_time() if self._outer else self.clock.now()) - self._lost_s
 
     def pause(self) -> None:
         """Stop its time until `resume` was called as often as `pause`."""
-        if not self._pauses:
-            self._paused_at = self._time_around()
+        self._stopped_at = self.own_time()
         self._pauses += 1
         self.clock.renew_all()
 
@@ -152,13 +145,13 @@ class Limit:
         """End one `pause`."""
         self._pauses -= 1
         if not self._pauses:
-            self._lost_s += self._time_around() - self._paused_at
+            self._lost_s += self.own_time() - self._stopped_at
         self.clock.renew_all()
 
     def govern(self, scope: anyio.CancelScope) -> None:
         """Keep the deadline of this scope right, until `release`."""
-        self._end = self._look_ahead()
-        scope.deadline = self._end[0]
+        self._found = self._find_deadline()
+        scope.deadline = self._found.at
         self.clock.governed[self] = scope
 
     def release(self) -> None:
@@ -166,8 +159,7 @@ class Limit:
         self.clock.governed.pop(self, None)
 
     def __enter__(self) -> Limit:
-        self._end = self._look_ahead()
-        scope = self.clock.governed[self] = anyio.CancelScope(deadline=self._end[0])
+        self.govern(scope := anyio.CancelScope())
         scope.__enter__()
         return self
 
@@ -177,24 +169,19 @@ class Limit:
             raise self.deadline.error()
         return is_caught
 
-    def _find_end(self) -> tuple[float, Limit | Deadline]:
-        return self._end or self._look_ahead()
+    def _find_deadline(self) -> Deadline:
+        around, at = self._find_outer_deadline(), self._due + self._find_shift_s()
+        return Deadline(at, self.source, self.seconds) if at < around.at else around
 
-    def _look_ahead(self) -> tuple[float, Limit | Deadline]:
-        around, own = self._find_outer_end(), self._due + self._find_shift_s()
-        return (own, self) if own < around[0] else around
-
-    def _find_outer_end(self) -> tuple[float, Limit | Deadline]:
+    def _find_outer_deadline(self) -> Deadline:
         assert self._outer is not None
-        return self._outer._find_end()
+        return self._outer.deadline
 
     def _find_shift_s(self) -> float:
         """How far its own time is behind the loop's; infinite while it is paused."""
-        around_s = 0.0 if self._outer is None else self._outer._find_shift_s()
-        return around_s + (math.inf if self._pauses else self._lost_s)
-
-    def _time_around(self) -> float:
-        return self.clock.now() if self._outer is None else self._outer.own_time()
+        if self._pauses:
+            return math.inf
+        return self._lost_s + (self._outer._find_shift_s() if self._outer else 0.0)
 
 
 class Clock(Limit):
@@ -219,7 +206,6 @@ class Clock(Limit):
         self.governed: dict[Limit, anyio.CancelScope] = {}
         self.limit_carry: Callable[[float], Deadline] | None = None
         self.carried_since: float | None = None
-        self._bound = NEVER  # ends it even while it is paused
         self._carried_s = 0.0
         self._resumed: anyio.Event | None = None  # once it was carried
 
@@ -228,19 +214,15 @@ class Clock(Limit):
         """Itself."""
         return self
 
-    def _find_outer_end(self) -> tuple[float, Limit | Deadline]:
-        return self._bound.at, self._bound
-
     def renew_all(self) -> None:
         """Give governed scopes their deadlines anew: a limit was paused, resumed or changed."""
         for limit, scope in self.governed.items():
-            if self.now() < limit.ends_at:  # else it has fired, or does so next
+            if not limit.is_over:  # else it has fired, or does so next
                 limit.govern(scope)
 
     def carry(self) -> None:
         """Pause all limits, and have the trajectory wait before its next request."""
         self.carried_since, self._resumed = self.now(), anyio.Event()
-        self._bound_carry(self.carried_since)
         self.pause()
 
     def continue_carried(self, deadline: Deadline) -> None:
@@ -248,7 +230,6 @@ class Clock(Limit):
         self._carried_s, self.carried_since = self.carried_s(self.now()), None
         self._due = deadline.at + self.own_time() - self.now()
         self.source, self.seconds = deadline.source, deadline.seconds
-        self._bound = NEVER
         self.resume()
         assert self._resumed is not None
         self._resumed.set()
@@ -261,13 +242,14 @@ class Clock(Limit):
     async def wait_carried(self) -> None:
         """Wait until the trajectory is not carried."""
         if self.carried_since is not None:
-            self._bound_carry(self.carried_since)  # it may have opened tools meanwhile
-            self.renew_all()
+            self.renew_all()  # it may have opened tools meanwhile, for which there is a limit
             assert self._resumed is not None
             await self._resumed.wait()
 
-    def _bound_carry(self, since: float) -> None:
-        self._bound = NEVER if self.limit_carry is None else self.limit_carry(since)
+    def _find_outer_deadline(self) -> Deadline:
+        if self.carried_since is None or self.limit_carry is None:
+            return NEVER
+        return self.limit_carry(self.carried_since)
 
 
 #: The limit of the tool call whose code runs here, where it has one.

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import anyio
 
-from rollout.containment import Contained, UnresponsiveError, enter_containment
+from rollout.containment import Contained, enter_containment
 from rollout.errors import RolloutError
 from rollout.scopes import find_propagating
 from rollout.types import Prompt
@@ -87,10 +87,10 @@ class PromptSource:
         task = self._task = Contained[None](self._scheduler.containment, WHAT)
         try:
             await task.run(self._pull_until_over)
-        except UnresponsiveError as error:
-            self._scheduler.tally.unresponsive += 1
-            logger.warning("%s", error)
         finally:
+            if task.unresponsive is not None:
+                self._scheduler.tally.unresponsive += 1
+                logger.warning("%s", task.unresponsive)
             self._task = self._iterator = None
             self._has_task = self.is_pulling = False
             self._scheduler.change()

@@ -229,8 +229,6 @@ async def _run_agent(services: Services, run: TrajectoryRun, agent: Registered) 
     member.begin_agent(run)
     try:
         await run.code.run(partial(_agent_task, agent, context))
-    except UnresponsiveError:
-        pass  # `unresponsive` says so
     finally:
         run.clock.release()
         member.running, member.concluding_since = None, run.containment.clock()

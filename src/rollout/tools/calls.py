@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import anyio
 import msgspec
 
-from rollout.containment import Contained, UnresponsiveError, containment_here
+from rollout.containment import Contained, containment_here
 from rollout.errors import ToolError
 from rollout.limits import Limit, call_limit
 from rollout.observe.event_stream import EventStream
@@ -106,24 +106,25 @@ async def attempt(
         ToolError: It raised anything but KeyboardInterrupt, which is raised as itself; or `limit`
             was over, and it was cancelled. The text is for the model; its cause is what it raised.
         LimitExceeded: So was a limit around `limit`.
-        UnresponsiveError: It was cancelled and did not end, nor does what waits for it continue.
+        UnresponsiveError: It was cancelled and did not end, and there is no `tally`.
     """
     async with containment_here() as containment:
         code = code or Contained(containment, what, what)
-        code.what, code.ends_alone = what, tally is not None
+        code.what = what
         limit.govern(code.scope)
         token = call_limit.set(limit)
         try:
             await code.run(action)
-        except UnresponsiveError as given_up:
-            if tally is None or not code.ends_alone:
-                raise
-            tally.unresponsive += 1
-            logger.warning("%s", given_up)
         finally:
             call_limit.reset(token)
             limit.release()
     error, stopped = code.error, code.unresponsive
+    if stopped is not None:
+        if tally is None:
+            code.raise_unresponsive()
+        else:
+            tally.unresponsive += 1
+            logger.warning("%s", stopped)
     if error is None and stopped is None and not code.was_cancelled:
         return cast("T", code.value)
     if error is not None and (interrupt := find_exception(error, KeyboardInterrupt)):

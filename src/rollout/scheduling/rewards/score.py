@@ -21,7 +21,7 @@ from rollout.chat.reward_values import (
 )
 from rollout.chat.trajectory import Group
 from rollout.child_processes import ChildRaisedError
-from rollout.containment import Contained, UnresponsiveError
+from rollout.containment import Contained
 from rollout.limits import Deadline
 from rollout.scheduling.endings import end_without_reward, exclude
 from rollout.scheduling.rewards.functions import LoadedReward
@@ -211,11 +211,11 @@ class RewardCall:
             member.set_running(self)
         try:
             rewards = await code.run(partial(self._call, pause_s))
-        except UnresponsiveError as error:
-            return RewardFailure(Outcome.FAILED, UNRESPONSIVE, cause=Cause.of(error))
         finally:
             for member in self.members:
                 member.running = None
+        if code.unresponsive is not None:
+            return RewardFailure(Outcome.FAILED, UNRESPONSIVE, cause=Cause.of(code.unresponsive))
         raised = code.error
         if raised is None:
             if rewards is None or code.scope.cancel_called:
