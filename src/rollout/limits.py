@@ -194,15 +194,15 @@ class Clock(Limit):
         deadline: The trajectory's.
 
     Attributes:
-        now: The loop's time.
+        now: The loop's time, which its task may have at hand.
         governed: Scopes, by the limits that govern them.
         limit_carry: Gives the deadline of a trajectory that is carried since that time.
         carried_since: When it began to be carried; None while it is not.
     """
 
-    def __init__(self, deadline: Deadline = NEVER) -> None:
+    def __init__(self, deadline: Deadline = NEVER, now: Callable[[], float] | None = None) -> None:
         super().__init__(deadline.at, deadline.source, deadline.seconds, None)
-        self.now = loop_clock()
+        self.now = now or loop_clock()
         self.governed: dict[Limit, anyio.CancelScope] = {}
         self.limit_carry: Callable[[float], Deadline] | None = None
         self.carried_since: float | None = None

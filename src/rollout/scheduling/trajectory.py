@@ -98,7 +98,7 @@ class TrajectoryRun:
 
     def __init__(self, containment: Containment, member: Member, deadline: Deadline) -> None:
         self.containment, self.member = containment, member
-        self.clock = member.clock = Clock(deadline)
+        self.clock = member.clock = Clock(deadline, containment.clock)
         self.started = containment.clock()
         self.attempt = 1
         self.what = ""
