@@ -98,7 +98,7 @@ class Contained(Generic[T]):
         self.error: BaseException | None = None
         self.was_cancelled = False
         self.unresponsive: UnresponsiveError | None = None
-        self.inner: dict[Contained[Any], None] = {}
+        self.inner: tuple[Contained[Any], ...] = ()
         self.find_frames_elsewhere: Callable[[], list[FrameType]] = list
         self._containment, self._activity = containment, activity
         self._cancelled_at = math.inf
@@ -141,7 +141,7 @@ class Contained(Generic[T]):
         if self._continued is None:
             self._body = StoppableCoroutine(function(), self._containment)
             if self._around is not None:
-                self._around.inner[self] = None
+                self._around.inner += (self,)
             self._containment.present[self] = None
             self._containment.tasks.start_soon(self._serve, name=self.what)
         elif self._body is None:
@@ -236,7 +236,7 @@ class Contained(Generic[T]):
 
     def _report(self) -> None:
         if self._around is not None:
-            self._around.inner.pop(self, None)
+            self._around.inner = tuple(x for x in self._around.inner if x is not self)
         self.reported.set()
 
 
