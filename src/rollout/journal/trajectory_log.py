@@ -137,7 +137,7 @@ class TrajectoryLog(msgspec.Struct, eq=False):
             *turn,
             make_turn_question(prefix, seed),
             *generation.packed(),
-            list(generation.versions),
+            generation.versions,
             generation.finish_reason,
             generation.cached_tokens,
             generation.resumes,

@@ -152,7 +152,7 @@ class Generation:
     parts: tuple[Dispatch, ...] = ()
     resumes: int = 0
     restarts: tuple[str, ...] = ()
-    versions: tuple[list[int], ...] = ()
+    versions: list[list[int]] = attrs.Factory(list)
     bounded_by: str = ""
     top_count: int = 0
     top_ids: bytes | bytearray = b""
@@ -238,11 +238,11 @@ class Generation:
         ends = list(accumulate(length for _, length in self.versions))
         part = copy.copy(self)
         part.ids, part.log_probs, part._packed = self.ids[:count], self.log_probs[:count], None
-        part.versions = tuple(
+        part.versions = [
             [version, min(length, count - end + length)]
             for (version, length), end in zip(self.versions, ends, strict=True)
             if end - length < count
-        )
+        ]
         part.top_ids, part.top_log_probs = self.top_ids[:width], self.top_log_probs[:width]
         if self.expert_shape is not None:
             size = self._expert_bytes * (self.expert_room + count)
@@ -382,7 +382,7 @@ class Generation:
         for part in self.parts:
             part.is_discarded = True
         self.restarts += (reason,)
-        self.ids, self.log_probs, self._packed, self.versions = array("i"), array("f"), None, ()
+        self.ids, self.log_probs, self._packed, self.versions = array("i"), array("f"), None, []
         self.finish_reason, self.cached_tokens = None, 0
         self.top_ids, self.top_log_probs = bytearray(), bytearray()
         self.routed_experts = bytearray()
@@ -416,7 +416,7 @@ class Generation:
             if self.versions and self.versions[-1][0] == chunk.weight_version:
                 self.versions[-1][1] += count
             else:
-                self.versions = (*self.versions, [chunk.weight_version, count])
+                self.versions.append([chunk.weight_version, count])
         if chunk.finish_reason is not None:
             self.finish_reason = chunk.finish_reason
             self.cached_tokens = chunk.cached_tokens
@@ -461,7 +461,7 @@ class Generation:
         """Take the tokens of an answer that a journal remembers; it is over."""
         self.ids, self.log_probs = array("i", ids), array("f", log_probs)
         self._packed = (ids, log_probs)
-        self.versions, self.finish_reason = tuple(versions), finish
+        self.versions, self.finish_reason = versions, finish
         self._call_readers()
 
     def remove_reader(self, reader: Callable[[Generation], object]) -> None:
