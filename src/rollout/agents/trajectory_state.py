@@ -267,7 +267,7 @@ class TrajectoryState:
         """
         self.generation_s += seconds
         self.resumes += generation.resumes
-        self.restarts += generation.restarts
+        self.restarts += tuple(generation.restarts)
         self.discarded_tokens += generation.discarded_tokens
         self.cached_tokens += generation.cached_tokens
         if generation.is_truncated:

@@ -151,7 +151,7 @@ class Generation:
     cached_tokens: int = 0
     parts: tuple[Dispatch, ...] = ()
     resumes: int = 0
-    restarts: tuple[str, ...] = ()
+    restarts: list[str] = attrs.Factory(list)
     versions: list[list[int]] = attrs.Factory(list)
     bounded_by: str = ""
     top_count: int = 0
@@ -315,8 +315,6 @@ class Generation:
         self.priority, self.group_id, self.trajectory = priority, group_id, trajectory
         self.limit, self.media = limit or Clock(), tuple(media)
         self.top_count, self.expert_start = sampling.top_log_probs, known_experts
-        if self.top_count:
-            self.top_ids, self.top_log_probs = bytearray(), bytearray()
         return self
 
     def set_facts(self, info: EngineInfo) -> None:
@@ -324,7 +322,6 @@ class Generation:
         self.info, self.expert_shape = info, info.capabilities.expert_shape
         if self.expert_shape is not None:
             self.expert_room = self.prompt_tokens - self.expert_start
-            self.routed_experts = bytearray()
 
     @property
     def clock(self) -> Clock:
@@ -381,11 +378,10 @@ class Generation:
         """Drop the tokens, before the request is made again from its prompt."""
         for part in self.parts:
             part.is_discarded = True
-        self.restarts += (reason,)
+        self.restarts.append(reason)
         self.ids, self.log_probs, self._packed, self.versions = array("i"), array("f"), None, []
         self.finish_reason, self.cached_tokens = None, 0
-        self.top_ids, self.top_log_probs = bytearray(), bytearray()
-        self.routed_experts = bytearray()
+        self.top_ids = self.top_log_probs = self.routed_experts = b""
 
     def append(self, chunk: Chunk) -> int:
         """Append a chunk's tokens; how many, 0 where all were taken before.
@@ -404,10 +400,8 @@ class Generation:
         if chunk.offset > known:
             raise ChunkFault(f"tokens {known} to {chunk.offset} are missing")
         count = size // 4 if chunk.offset == known else 0
-        if chunk.offset == known:
-            self.top_ids += chunk.top_ids
-            self.top_log_probs += chunk.top_log_probs
-            self.routed_experts += chunk.routed_experts
+        if chunk.offset == known and (chunk.top_ids or chunk.routed_experts):
+            self._append_rare(chunk)
         if count:
             self.ids.frombytes(chunk.ids)
             self.log_probs.frombytes(chunk.log_probs)
@@ -423,6 +417,15 @@ class Generation:
         if count or chunk.finish_reason is not None:
             self._call_readers()
         return count
+
+    def _append_rare(self, chunk: Chunk) -> None:
+        """Append what few requests ask for; the others have no buffers for it."""
+        if not (self.top_ids or self.routed_experts):
+            self.top_ids, self.top_log_probs = bytearray(), bytearray()
+            self.routed_experts = bytearray()
+        self.top_ids += chunk.top_ids
+        self.top_log_probs += chunk.top_log_probs
+        self.routed_experts += chunk.routed_experts
 
     def take(self, chunk: Chunk) -> bool:
         """Take what the engine sent; False where it contradicts what came before it."""
