@@ -93,7 +93,6 @@ class Limit:
         self.source, self.seconds, self._outer = source, seconds, outer
         self._due = due  # by its own time, which is the loop's less all pauses
         self._pauses, self._stopped_at, self._lost_s = 0, 0.0, 0.0
-        self._scope: anyio.CancelScope
         self._found: Deadline | None = None  # as its scope has it
 
     def open(self, seconds: float | None, source: str, *, since: float | None = None) -> Limit:
@@ -151,19 +150,13 @@ class Limit:
 
     def govern(self, scope: anyio.CancelScope) -> None:
         """Keep the deadline of this scope right, until `release`."""
-        self._scope = scope
-        self.clock.governed.append(self)
-        self.renew()
-
-    def renew(self) -> None:
-        """Give the governed scope its deadline anew."""
         self._found = self._find_deadline()
-        self._scope.deadline = self._found.at
+        scope.deadline = self._found.at
+        self.clock.governed[self] = scope
 
     def release(self) -> None:
         """The governed scope has been left."""
-        if self in self.clock.governed:
-            self.clock.governed.remove(self)
+        self.clock.governed.pop(self, None)
 
     def __enter__(self) -> Limit:
         self.govern(scope := anyio.CancelScope())
@@ -171,8 +164,7 @@ class Limit:
         return self
 
     def __exit__(self, *error: Any) -> bool | None:
-        self.release()
-        is_caught: bool | None = self._scope.__exit__(*error)
+        is_caught: bool | None = self.clock.governed.pop(self).__exit__(*error)
         if is_caught and self.is_over:
             raise self.deadline.error()
         return is_caught
@@ -202,8 +194,8 @@ class Clock(Limit):
         deadline: The trajectory's.
 
     Attributes:
-        now: The loop's time, which its task may have at hand.
-        governed: Limits that govern a scope.
+        now: The loop's time.
+        governed: Scopes, by the limits that govern them.
         limit_carry: Gives the deadline of a trajectory that is carried since that time.
         carried_since: When it began to be carried; None while it is not.
     """
@@ -211,7 +203,7 @@ class Clock(Limit):
     def __init__(self, deadline: Deadline = NEVER, now: Callable[[], float] | None = None) -> None:
         super().__init__(deadline.at, deadline.source, deadline.seconds, None)
         self.now = now or loop_clock()
-        self.governed: list[Limit] = []
+        self.governed: dict[Limit, anyio.CancelScope] = {}
         self.limit_carry: Callable[[float], Deadline] | None = None
         self.carried_since: float | None = None
         self._carried_s = 0.0
@@ -224,9 +216,9 @@ class Clock(Limit):
 
     def renew_all(self) -> None:
         """Give governed scopes their deadlines anew: a limit was paused, resumed or changed."""
-        for limit in self.governed:
+        for limit, scope in self.governed.items():
             if not limit.is_over:  # else it has fired, or does so next
-                limit.renew()
+                limit.govern(scope)
 
     def carry(self) -> None:
         """Pause all limits, and have the trajectory wait before its next request."""

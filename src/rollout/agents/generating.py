@@ -72,18 +72,18 @@ async def generate_turn(
                 if known_s is None:
                     question = _ask(conversation, generation, drawn, limit)
                     await state.services.engines.generate(question)
-                if generation.finish_reason == "abort" and (stop is None or stop.kept is None):
+                if generation.finish_reason == "abort" and generation.kept is None:
                     if limit.is_over:
                         raise limit.deadline.error()  # the engine kept it before we could
                     fault = "the engine aborted the generation"
                     raise EngineError(f"{conversation.session_id}: {fault}")
             is_noted = _note_turn(conversation, generation, seed, started, known_s)
         except BaseException:
-            if _append_sampled(conversation, generation, limit, started, seed, stop):
+            if _append_sampled(conversation, generation, limit, started, seed):
                 with suppress(Exception):  # a parser must not hide what ended the wait
                     conversation._end_turn()
             raise
-        _append_sampled(conversation, generation, limit, started, seed, stop)
+        _append_sampled(conversation, generation, limit, started, seed)
         return await _read_turn(conversation, stop, is_noted=is_noted)
     except (LimitExceeded, UnresponsiveError) as error:
         conversation._note_limit(error)
@@ -146,15 +146,10 @@ def _ask(
 
 
 def _append_sampled(
-    conversation: Conversation,
-    generation: Generation,
-    limit: Limit,
-    started: float,
-    seed: int,
-    stop: StopStrings | None,
+    conversation: Conversation, generation: Generation, limit: Limit, started: float, seed: int
 ) -> bool:
     """Append and count what of a generation has arrived; return whether anything has."""
-    state, generation.kept = conversation._state, None if stop is None else stop.kept
+    state = conversation._state
     now = state.idle_since = state.limit.now()
     media = state.services.media
     before = media.find_placeholder(generation) if media.placeholders else None
