@@ -61,7 +61,7 @@ async def generate_turn(
         started = state.limit.now()
         _emit_turn_started(conversation, started)
         conversation._turn_began = state.limit.own_time()
-        limit = _open_limit(conversation)
+        limit, is_noted = _open_limit(conversation), False
         try:
             with limit, _NO_SCOPE if stop is None else stop.scope:
                 if conversation.history != "append_only":
@@ -77,7 +77,11 @@ async def generate_turn(
                         raise limit.deadline.error()  # the engine kept it before we could
                     fault = "the engine aborted the generation"
                     raise EngineError(f"{conversation.session_id}: {fault}")
-            is_noted = _note_turn(conversation, generation, seed, started, known_s)
+            if known_s is not None:
+                state.generation_s += known_s
+            elif log is not None:
+                turn, seconds = (conversation.session_id, number), state.limit.now() - started
+                is_noted = log.note_turn(prefix, seed, turn, generation, seconds)
         except BaseException:
             if _append_sampled(conversation, generation, limit, started, seed):
                 with suppress(Exception):  # a parser must not hide what ended the wait
@@ -91,23 +95,6 @@ async def generate_turn(
     finally:
         conversation._generation = None
         state.generations -= conversation._assistant_turns == number  # no token came
-
-
-def _note_turn(
-    conversation: Conversation,
-    generation: Generation,
-    seed: int,
-    started: float,
-    known_s: float | None,
-) -> bool:
-    """Give a whole answer to the log, unless it is from there; say whether to wait for the log."""
-    state = conversation._state
-    if known_s is not None or state.log is None:
-        state.generation_s += known_s or 0.0
-        return False
-    turn, seconds = conversation._assistant_turns, state.limit.now() - started
-    where, prefix = (conversation.session_id, turn), conversation.transcript.prefix
-    return state.log.note_turn(prefix, seed, where, generation, seconds)
 
 
 async def _read_turn(
