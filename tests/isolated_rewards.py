@@ -123,15 +123,6 @@ def copied(trajectory: Trajectory) -> float:
     return float(trajectory.extra["value"])
 
 
-def outlived(trajectory: Trajectory) -> float:
-    """1; a copy of the process holds what it has, and lives longer where the prompt says so."""
-    if not os.fork():
-        select.select([], [], [], 60)
-    if trajectory.extra.get("does") == "exit":
-        os._exit(5)
-    return 1.0
-
-
 def short(trajectory: Trajectory) -> Reward:
     """Values of tokens that the trajectory does not have."""
     return Reward(value=1.0, token_values=[1.0])

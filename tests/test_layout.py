@@ -232,7 +232,7 @@ def test_layout_user_files_are_executed_in_one_place() -> None:
     found = {_module_name(path, SOURCE) for path in SOURCE.rglob("*.py") if executes(path)}
     # The others run the model's own code, within the sandbox.
     assert found == {
-        "rollout.user_files",
+        "rollout.user_code",
         "rollout.sandbox.inside.python_session",
     }
 

@@ -26,10 +26,9 @@ import anyio
 import msgspec
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from rollout.function_refs import FunctionRef, function_at
 from rollout.limits import cleanup_scope
-from rollout.scopes import open_task_group
 from rollout.types import Cause, make_encodable
+from rollout.user_code import FunctionRef, NotImportableError, function_at
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -45,8 +44,6 @@ sys.argv[:] = [module]
 from importlib import import_module
 import_module("rollout.child_processes").serve(import_module(module).answer, int(lifeline))
 """
-#: How long what a process wrote before its end is read, where a child of its own holds the pipe.
-_LAST_READ_S = 0.5
 #: Before each message in either direction.
 _LENGTH = struct.Struct("<I")
 #: Longest answer, in bytes.
@@ -54,9 +51,9 @@ MAX_ANSWER = 64 * 2**20
 
 
 class _Request(msgspec.Struct):
-    """Import a function, and answer `body` with it; where there is neither, only reply."""
+    """Import a function, and answer `body` with it unless that is None."""
 
-    function: FunctionRef | None
+    function: FunctionRef
     body: bytes | None
 
 
@@ -90,10 +87,6 @@ class ChildRaisedError(Exception):
         self.cause = cause
 
 
-class NotImportedError(Exception):
-    """A child process cannot import a function; says which and why."""
-
-
 class ChildProcess:
     """A process that answers one request at a time; see `ChildProcesses.worker`.
 
@@ -101,16 +94,26 @@ class ChildProcess:
 
     Attributes:
         is_new: Whether it has imported nothing yet.
-        is_running: Whether it has not been killed.
     """
 
     def __init__(self, process: Process, lifeline: int, cleanup_s: float) -> None:
-        self.is_new = self.is_running = True
-        self._process, self._lifeline, self._cleanup_s = process, lifeline, cleanup_s
+        self.is_new = True
+        self._process, self._cleanup_s = process, cleanup_s
+        self._lifeline = os.fdopen(lifeline, "wb", buffering=0)
         assert process.stdout is not None
         self._replies = BufferedByteReceiveStream(process.stdout)
 
-    async def ask(self, function: FunctionRef | None = None, body: bytes | None = None) -> bytes:
+    @property
+    def is_killed(self) -> bool:
+        """Whether it was ended from here."""
+        return self._lifeline.closed
+
+    @property
+    def has_died(self) -> bool:
+        """Whether it has ended by itself, or by others."""
+        return self._process.returncode is not None
+
+    async def ask(self, function: FunctionRef, body: bytes | None = None) -> bytes:
         """Have the process import a function, and answer `body` with it unless that is None.
 
         Cancellation kills the process with the process's group.
@@ -121,33 +124,24 @@ class ChildProcess:
         """
         request = msgspec.msgpack.encode(_Request(function, body))
         try:
-            async with open_task_group() as tasks:
-                tasks.start_soon(self._watch_end)
-                assert self._process.stdin is not None
-                await self._process.stdin.send(_LENGTH.pack(len(request)) + request)
-                (length,) = _LENGTH.unpack(await self._replies.receive_exactly(_LENGTH.size))
-                data = await self._replies.receive_exactly(length)
+            assert self._process.stdin is not None
+            await self._process.stdin.send(_LENGTH.pack(len(request)) + request)
+            (length,) = _LENGTH.unpack(await self._replies.receive_exactly(_LENGTH.size))
+            data = await self._replies.receive_exactly(length)
         except (anyio.IncompleteRead, anyio.BrokenResourceError, anyio.ClosedResourceError):
             raise ChildDiedError(await self.kill()) from None
         except BaseException:
             await self.kill()
             raise
-        self.is_new = self.is_new and function is None
+        self.is_new = False
         reply = msgspec.msgpack.decode(data, type=_Reply)
         if reply.failure is not None:
             raise ChildRaisedError(reply.failure)
         return reply.body
 
-    async def _watch_end(self) -> None:
-        """End the request once the process has ended: what it has started may hold its pipes."""
-        await self._process.wait()
-        await anyio.sleep(_LAST_READ_S)
-        raise anyio.IncompleteRead
-
     async def kill(self) -> int | None:
         """End the process and all others of its group; its exit code."""
-        self.is_running = False
-        os.close(self._lifeline)
+        self._lifeline.close()
         with cleanup_scope(self._cleanup_s):
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -177,17 +171,14 @@ class ChildProcesses:
     async def worker(self) -> AsyncIterator[ChildProcess]:
         """A process for the requests of the block; waits for one that is free."""
         async with self._slots:
-            child = None
-            while child is None and self._idle:
-                idle = self._idle.pop()
-                with anyio.move_on_after(self._cleanup_s), suppress(ChildDiedError):
-                    await idle.ask()  # it may have died meanwhile, or hang
-                    child = idle
-            child = child or await self._start()
+            child = self._idle.pop() if self._idle else await self._start()
+            if child.has_died:  # while it idled
+                await child.kill()
+                child = await self._start()
             try:
                 yield child
             finally:
-                if child.is_running:
+                if not child.is_killed:
                     self._idle.append(child)
 
     async def prepare(
@@ -196,7 +187,7 @@ class ChildProcesses:
         """Have a process import the functions, each in this time, which `limit` sets.
 
         Raises:
-            NotImportedError: It cannot.
+            NotImportableError: It cannot.
         """
         async with self.worker() as child:
             for function in functions:
@@ -204,7 +195,7 @@ class ChildProcesses:
                     with anyio.fail_after(limit_s):
                         await child.ask(function)
                 except TimeoutError:
-                    raise NotImportedError(
+                    raise NotImportableError(
                         f"{function} was not imported within {limit} = {limit_s:g} s, by a new "
                         f"process of {sys.executable}; raise the limit, import what is slow within "
                         "the function, and put what a script starts under "
@@ -212,7 +203,7 @@ class ChildProcesses:
                     ) from None
                 except (ChildDiedError, ChildRaisedError) as error:
                     how = f"it {error}" if isinstance(error, ChildDiedError) else error
-                    raise NotImportedError(
+                    raise NotImportableError(
                         f"{function} cannot be imported in its process: {how}"
                     ) from error
 
@@ -275,7 +266,7 @@ def _end_with_driver(lifeline: int) -> bool:
 def _reply(answer: Callable[[Any, bytes], bytes], data: bytes) -> bytes:
     try:
         request = msgspec.msgpack.decode(data, type=_Request)
-        found = request.function and function_at(request.function)
+        found = function_at(request.function)
         body = b"" if request.body is None else answer(found, request.body)
         if len(body) > MAX_ANSWER:
             raise ValueError(f"the answer takes {len(body)} bytes; at most {MAX_ANSWER}")

@@ -33,6 +33,8 @@ logger = logging.getLogger("rollout")
 
 T = TypeVar("T")
 
+#: How many waits in the clean-up of stopped code are broken off.
+_MOST_THROWS = 10
 #: The containment of this task, and the contained code that this task runs.
 _containment: ContextVar[Containment | None] = ContextVar("rollout_containment", default=None)
 _around: ContextVar[Contained[Any] | None] = ContextVar("rollout_contained", default=None)
@@ -64,10 +66,11 @@ class StoppableCoroutine(Generator[Any, Any, Any]):
         return self._replace() if self.is_stopped else self.coroutine.throw(*error)
 
     def _replace(self) -> Any:
-        with suppress(BaseException):
-            self.coroutine.throw(_Stopped)  # `close` would leave async generators half open
-        with suppress(BaseException):
-            self.coroutine.close()  # its clean-up waits
+        # Each throw breaks off a wait of its clean-up: `close` alone would leave async generators,
+        # and so context managers, half open.
+        for _ in range(_MOST_THROWS):
+            with suppress(BaseException):
+                self.coroutine.throw(_Stopped)
         self.coroutine, self.is_stopped = self._containment.park(), False
         return self.coroutine.send(None)
 
@@ -118,12 +121,6 @@ class Contained(Generic[T]):
         if self.reported.is_set():
             return math.inf
         return self._cancelled_at if self._cancelled_at < math.inf else self.scope.deadline
-
-    def find_inner(self) -> Iterator[Contained[Any]]:
-        """The contained code that it waits for, at whatever depth."""
-        for code in self.inner:
-            yield code
-            yield from code.find_inner()
 
     def place(self) -> str:
         """File and line where the code waits; empty once it has ended."""

@@ -12,7 +12,6 @@ from rollout.errors import RolloutError
 if TYPE_CHECKING:
     from pathlib import Path
 
-#: Errors after which it helps to know how much room there is.
 _OF_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 #: How safetensors words what the system said.
 _IN_SAFETENSORS = re.compile(r"I/O error: (?P<text>.*) \(os error (?P<number>\d+)\)")

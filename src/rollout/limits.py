@@ -1,7 +1,7 @@
 """Deadlines that name their limit, and the limits of a trajectory, which can be paused.
 
-An inner deadline is clipped by the outer one and then carries the outer one's name. The scope that
-fires therefore always says which limit of the configuration ended the work.
+An inner limit ends with the outer one at the latest, and names that one then. The scope that fires
+therefore always says which limit of the configuration ended the work.
 """
 
 from __future__ import annotations
@@ -47,18 +47,10 @@ class Deadline(msgspec.Struct, frozen=True, gc=False):
     seconds: float
 
     @classmethod
-    def after(
-        cls,
-        seconds: float | None,
-        source: str,
-        outer: Deadline | None = None,
-        *,
-        now: float | None = None,
-    ) -> Deadline:
-        """Return the deadline `seconds` from `now`, or the `outer` one where that is not later."""
+    def after(cls, seconds: float | None, source: str) -> Deadline:
+        """The deadline `seconds` from now; with None there is no limit."""
         length = math.inf if seconds is None else seconds
-        deadline = cls(length + (anyio.current_time() if now is None else now), source, length)
-        return deadline if outer is None or deadline.at < outer.at else outer
+        return cls(anyio.current_time() + length, source, length)
 
     def later(self, seconds: float) -> Deadline:
         """The same limit `seconds` later."""
@@ -93,7 +85,8 @@ class Limit:
         self.source, self.seconds, self._outer = source, seconds, outer
         self._due = due  # by its own time, which is the loop's less all pauses
         self._pauses, self._stopped_at, self._lost_s = 0, 0.0, 0.0
-        self._found: Deadline | None = None  # as its scope has it
+        #: When the governed scope ends, and what ends then: a turn makes no `Deadline` for it.
+        self._end: tuple[float, Limit | Deadline] | None = None
 
     def open(self, seconds: float | None, source: str, *, since: float | None = None) -> Limit:
         """A limit within this one; with None it ends when this one does.
@@ -117,12 +110,18 @@ class Limit:
 
         Of two that end at the same time that is the outer one.
         """
-        return self._found or self._find_deadline()
+        at, first = self._end or self._find_end()
+        return Deadline(at, first.source, first.seconds)
+
+    @property
+    def ends_at(self) -> float:
+        """The time of its `deadline`."""
+        return (self._end or self._find_end())[0]
 
     @property
     def is_over(self) -> bool:
         """Whether its time has come."""
-        return self.clock.now() >= self.deadline.at
+        return self.clock.now() >= self.ends_at
 
     @property
     def is_outer_over(self) -> bool:
@@ -150,8 +149,8 @@ class Limit:
 
     def govern(self, scope: anyio.CancelScope) -> None:
         """Keep the deadline of this scope right, until `release`."""
-        self._found = self._find_deadline()
-        scope.deadline = self._found.at
+        self._end = self._find_end()
+        scope.deadline = self._end[0]
         self.clock.governed[self] = scope
 
     def release(self) -> None:
@@ -169,13 +168,13 @@ class Limit:
             raise self.deadline.error()
         return is_caught
 
-    def _find_deadline(self) -> Deadline:
-        around, at = self._find_outer_deadline(), self._due + self._find_shift_s()
-        return Deadline(at, self.source, self.seconds) if at < around.at else around
+    def _find_end(self) -> tuple[float, Limit | Deadline]:
+        around, at = self._find_outer_end(), self._due + self._find_shift_s()
+        return (at, self) if at < around[0] else around
 
-    def _find_outer_deadline(self) -> Deadline:
+    def _find_outer_end(self) -> tuple[float, Limit | Deadline]:
         assert self._outer is not None
-        return self._outer.deadline
+        return self._outer._end or self._outer._find_end()
 
     def _find_shift_s(self) -> float:
         """How far its own time is behind the loop's; infinite while it is paused."""
@@ -246,10 +245,11 @@ class Clock(Limit):
             assert self._resumed is not None
             await self._resumed.wait()
 
-    def _find_outer_deadline(self) -> Deadline:
-        if self.carried_since is None or self.limit_carry is None:
-            return NEVER
-        return self.limit_carry(self.carried_since)
+    def _find_outer_end(self) -> tuple[float, Limit | Deadline]:
+        bound = NEVER  # ends it even while it is paused
+        if self.carried_since is not None and self.limit_carry is not None:
+            bound = self.limit_carry(self.carried_since)
+        return bound.at, bound
 
 
 #: The limit of the tool call whose code runs here, where it has one.

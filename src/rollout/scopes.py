@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import anyio
@@ -69,9 +69,3 @@ async def open_task_group() -> AsyncIterator[TaskGroup]:
     # The group's own cancelled scope may have swallowed a cancellation from outside.
     if failure is not None:
         raise failure
-
-
-def release_token(limiter: anyio.CapacityLimiter, borrower: object) -> None:
-    """Release a borrower's token, if it has one: a coroutine may be closed as it acquires it."""
-    with suppress(RuntimeError):
-        limiter.release_on_behalf_of(borrower)

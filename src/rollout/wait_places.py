@@ -22,12 +22,12 @@ _AWAITED = {*_LOOPS, "httpx", "httpcore", "mcp", LIBRARY}
 
 def is_user_frame(frame: FrameType) -> bool:
     """Whether its file was not installed, and is none of this library's."""
-    return not (_is_installed(frame) or is_library_frame(frame))
+    is_of_python = frame.f_code.co_filename.startswith((STDLIB, "<frozen"))
+    return not (is_of_python or _is_installed(frame) or is_library_frame(frame))
 
 
 def _is_installed(frame: FrameType) -> bool:
-    path = frame.f_code.co_filename
-    return path.startswith((STDLIB, "<frozen")) or any(part in path for part in INSTALLED)
+    return any(part in frame.f_code.co_filename for part in INSTALLED)
 
 
 def is_library_frame(frame: FrameType) -> bool:
@@ -35,14 +35,9 @@ def is_library_frame(frame: FrameType) -> bool:
     return root_module(frame) == LIBRARY
 
 
-def module_name(frame: FrameType) -> str:
-    """The module that its code is of."""
-    return str(frame.f_globals.get("__name__", ""))
-
-
 def root_module(frame: FrameType) -> str:
     """The package that its code is of."""
-    return module_name(frame).partition(".")[0]
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def find_frames(coroutine: Any) -> list[FrameType]:
@@ -79,8 +74,7 @@ def describe_place(frames: Sequence[FrameType]) -> str:
 
 
 def _is_of_package(frame: FrameType) -> bool:
-    path = frame.f_code.co_filename
-    return root_module(frame) not in _AWAITED and any(part in path for part in INSTALLED)
+    return _is_installed(frame) and root_module(frame) not in _AWAITED
 
 
 def format_user_frames(error: BaseException) -> list[str]:

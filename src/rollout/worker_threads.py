@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
-from contextvars import Context, copy_context
+from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,7 +25,6 @@ import sniffio
 from rollout.bridge import loop_poster, runs_on_trio, settle
 from rollout.containment import enter_containment, note_where_it_waits
 from rollout.errors import ToolError
-from rollout.scopes import release_token
 from rollout.wait_places import find_frames, find_thread_frames
 
 if TYPE_CHECKING:
@@ -98,7 +97,8 @@ class WorkerThreads:
 
     A call that is cancelled abandons its thread: the pool's token is released at once, the thread
     runs on until its function returns, and it delays neither `close` nor the exit of the process.
-    Abandoned calls are counted by name; past `max_abandoned` a name fails fast.
+    Abandoned calls are counted by name; a call past `max_abandoned` of its name is a `ToolError`,
+    and so is what code raised in another thread that would end more than its call here.
 
     Args:
         max_threads: Calls of `run` at the same time; further ones wait.
@@ -148,30 +148,19 @@ class WorkerThreads:
 
         Args:
             begin: Called when the wait for a thread is over.
-
-        Raises:
-            ToolError: `max_abandoned` calls of this name are still running.
         """
         self._refuse_beyond_cap(name)
-        # A token per call, not per task: one trajectory may have several calls under way.
-        borrower = object()
-        try:
-            await self._limiter.acquire_on_behalf_of(borrower)
+        async with self._limiter:
             begin()
-            return await self.run_beside(name, function, *args, patience_s=0.0)
-        finally:
-            release_token(self._limiter, borrower)
+            return await self.run_beside(name, function, *args)
 
     async def run_beside(
-        self, name: str, function: Callable[..., T], *args: object, patience_s: float
+        self, name: str, function: Callable[..., T], *args: object, patience_s: float = 0.0
     ) -> T:
         """`function(*args)` in a daemon thread that takes no token of the pool.
 
         For calls that are bounded in number elsewhere, and long. Cancellation abandons the thread
         where its function does not return within `patience_s`.
-
-        Raises:
-            ToolError: `max_abandoned` calls of this name are still running.
         """
         self._refuse_beyond_cap(name)
         result: Future[T] = Future()
@@ -219,7 +208,6 @@ class WorkerThreads:
         name: str,
         function: Callable[..., Awaitable[T]],
         *args: object,
-        cleanup_s: float | None = None,
         is_apart: bool = False,
     ) -> T:
         """``await function(*args)`` on asyncio: here, or under trio on one asyncio thread.
@@ -230,27 +218,15 @@ class WorkerThreads:
         that is cancelled before it begins is not made, and not waited for.
 
         Args:
-            name: Names the code in messages and counts.
-            function: Is called in the task.
-            args: Are passed to it.
-            cleanup_s: In place of that of all calls.
             is_apart: Run on that thread also under asyncio: code that blocks its loop then blocks
                 no engine.
-
-        Raises:
-            ToolError: It raised SystemExit or the like, or cancelled itself, or `max_abandoned`
-                calls of this name are still running.
         """
         self._refuse_beyond_cap(name)
         is_here = not (is_apart or runs_on_trio())
         loop = asyncio.get_running_loop() if is_here else self._loop or self._start_loop()
         result: Future[T] = Future()
-        tasks: list[asyncio.Task[Any]] = []
 
         async def call() -> None:
-            task = asyncio.current_task()
-            assert task is not None
-            tasks.append(task)
             if result.set_running_or_notify_cancel():
                 try:
                     result.set_result(await function(*args))
@@ -258,20 +234,17 @@ class WorkerThreads:
                     result.set_exception(error)
 
         def find_frames_there() -> list[FrameType]:
-            coroutine: Any = tasks[0].get_coro() if tasks else None
-            if getattr(coroutine, "cr_running", False):  # blocks the loop
+            if coroutine.cr_running:  # blocks the loop
                 return find_thread_frames(self._loop_thread)
             return find_frames(coroutine)
 
         context = copy_context()
+        coroutine: Any = call()
         # Where anyio runs trio it says so there, and the call would take its loop for trio's.
         context.run(sniffio.current_async_library_cvar.set, "asyncio")
-        context.run(asyncio.run_coroutine_threadsafe, call(), loop)
-        patience_s = self._cleanup_s if cleanup_s is None else cleanup_s
+        task = context.run(asyncio.run_coroutine_threadsafe, coroutine, loop)
         with note_where_it_waits(find_frames_there):
-            return await self._wait_for(
-                result, name, patience_s, lambda: loop.call_soon_threadsafe(tasks[0].cancel)
-            )
+            return await self._wait_for(result, name, self._cleanup_s, task.cancel)
 
     def _start_loop(self) -> asyncio.AbstractEventLoop:
         """Start the asyncio thread, whose loop takes calls at once.
@@ -279,21 +252,19 @@ class WorkerThreads:
         `anyio.from_thread.start_blocking_portal` would join its thread, and code that swallows its
         cancellation would hold the runtime's loop meanwhile.
         """
-        runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-        self._loop = runner.get_loop()
+        loop = self._loop = asyncio.new_event_loop()
 
         async def wait_for_close() -> None:
+            watching = self._watch and asyncio.ensure_future(self._watch())  # noqa: F841
             await self._leave_loop.wait()
 
         def run() -> None:
-            with runner:
-                runner.run(wait_for_close(), context=Context())
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                runner.run(wait_for_close())
 
-        if self._watch is not None:
-            Context().run(asyncio.run_coroutine_threadsafe, self._watch(), self._loop)
         self._loop_thread = threading.Thread(target=run, name="rollout-asyncio", daemon=True)
         self._loop_thread.start()
-        return self._loop
+        return loop
 
     async def _wait_for(
         self,
@@ -304,11 +275,8 @@ class WorkerThreads:
     ) -> T:
         """What a call in another thread returned or raised.
 
-        Args:
-            call: Is done when the code has ended, and cancelled where it need not begin.
-            name: Names the code in messages and counts.
-            patience_s: How long a caller that is cancelled waits before it abandons the call.
-            stop: Cancels the code.
+        A caller that is cancelled cancels a call that has not begun; else it calls `stop`, and
+        waits `patience_s` before it abandons the call.
         """
         ended, post = anyio.Event(), loop_poster()
         call.add_done_callback(lambda _: post(ended.set))

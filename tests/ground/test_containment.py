@@ -24,7 +24,6 @@ from rollout.errors import RolloutError
 from rollout.interactions import Interaction, InteractionTurn
 from rollout.testing import Scenario, tool_call
 from rollout.tools import Tool, ToolContext, ToolResult, ToolSession
-from rollout.worker_threads import WorkerThreads
 
 pytestmark = [
     pytest.mark.anyio,
@@ -688,20 +687,6 @@ async def test_sync_tool_that_hangs_leaves_few_threads_however_often_it_is_calle
         # Threads that run while the cap is reached can still be left: one less than max_threads.
         assert 3 <= runtime.statistics().abandoned_threads["hang"] <= 4
     release.set()
-
-
-@BOTH
-async def test_place_of_a_pool_is_given_back_by_a_caller_torn_out_as_it_gets_it(
-    anyio_backend: str,
-) -> None:
-    """As a trajectory is that was given up: its coroutine is closed wherever it waits."""
-    threads = WorkerThreads(max_threads=1, max_abandoned=3)
-    torn = threads.run("torn", str)
-    torn.send(None)
-    torn.close()
-    with anyio.fail_after(10):
-        assert await threads.run("next", lambda: "ran") == "ran"
-    threads.close()
 
 
 @register_agent("sleeping")

@@ -11,7 +11,7 @@ import rollout
 from rollout import Outcome, Prompt, Trajectory, function_tool
 from rollout.config import AgentConfig, LimitsConfig, SchedulingConfig
 from rollout.interactions import Interaction, InteractionContext, InteractionTurn
-from rollout.limits import Deadline, cleanup_scope
+from rollout.limits import cleanup_scope
 from rollout.testing import Scenario, tool_call
 
 pytestmark = pytest.mark.anyio
@@ -183,24 +183,6 @@ async def test_reward_that_never_returns_meets_its_limit_and_keeps_the_tokens() 
     assert trajectory.metrics["reward_s"] == pytest.approx(3.0, abs=1e-9)
     assert trajectory.reward is None
     assert trajectory.answer == "ok"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "outer_s", "expected"),
-    [
-        (5, None, (5.0, "inner")),
-        (None, 3, (3.0, "outer")),
-        (5, 3, (3.0, "outer")),
-        (3, 3, (3.0, "outer")),
-    ],
-)
-async def test_deadline_is_clipped_by_the_outer_one(
-    seconds: float | None, outer_s: float | None, expected: tuple[float, str]
-) -> None:
-    now = anyio.current_time()
-    outer = None if outer_s is None else Deadline.after(outer_s, "outer")
-    deadline = Deadline.after(seconds, "inner", outer)
-    assert (deadline.at - now, deadline.source) == expected
 
 
 async def test_cleanup_scope_runs_in_a_cancelled_scope_and_ends_on_time() -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 from uuid import UUID
 
-import anyio
 import numpy as np
 import psutil
 import pytest
@@ -390,20 +389,6 @@ async def test_reward_process_that_died_while_it_idled_fails_no_reward() -> None
         await kill_and_wait(child)
         batch = await runtime.generate([user(), user()])
         assert [each.reward for each in batch.trajectories] == [1.0, 1.0]
-
-
-async def test_reward_process_that_what_it_has_started_outlives_is_missed_at_once() -> None:
-    config = configured(processes=1, reward_s=None)
-    async with rollout.open_rollout(config, reward=isolated_rewards.outlived) as runtime:
-        with anyio.fail_after(30):
-            (dead,) = (await runtime.generate([user(extra={"does": "exit"})])).trajectories
-            assert dead.cause is not None
-            assert "exit code 5" in dead.cause.message
-            await runtime.generate([user()])
-            await kill_and_wait(min(children(), key=lambda child: child.create_time()))
-            long = user(extra={"text": "x" * 2**20})  # more than a pipe holds
-            (one,) = (await runtime.generate([long])).trajectories
-            assert one.reward == 1.0
 
 
 async def test_reward_that_waits_for_a_thread_has_all_its_time_once_it_is_called() -> None:

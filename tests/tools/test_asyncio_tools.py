@@ -196,9 +196,9 @@ async def test_threads_closed_while_an_abandoned_call_runs_do_not_hold_the_loop(
             except asyncio.CancelledError:
                 continue
 
-    threads = WorkerThreads(max_threads=4, max_abandoned=2)
+    threads = WorkerThreads(max_threads=4, max_abandoned=2, cleanup_s=0.05)
     with anyio.move_on_after(0.05):
-        await threads.run_asyncio("stubborn", stubborn, cleanup_s=0.05, is_apart=True)
+        await threads.run_asyncio("stubborn", stubborn, is_apart=True)
     assert threads.abandoned == {"stubborn": 1}
     began = anyio.current_time()
     threads.close()

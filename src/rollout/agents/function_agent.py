@@ -140,8 +140,7 @@ class FunctionAgent(AgentLoop):
             activity, remedy = f"{what} of {context.identity}", _REMEDY  # noqa: F841
             return await call()
 
-        # Longer than its containment waits, which says then where it is.
-        return await threads.run_asyncio(what, job, cleanup_s=2 * cleanup_s, is_apart=True)
+        return await threads.run_asyncio(what, job, is_apart=True)
 
 
 def agent(name: str, *, backend: Backend = "asyncio") -> Callable[[Function], Function]:

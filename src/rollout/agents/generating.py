@@ -232,7 +232,7 @@ def find_end(generation: Generation, limit: Limit, now: float) -> tuple[str, str
         return "stop", None
     if reason == "length":
         return "length", generation.bounded_by
-    if reason == "abort" and now >= limit.deadline.at:
+    if reason == "abort" and now >= limit.ends_at:
         return "deadline", limit.deadline.source
     return reason, reason
 

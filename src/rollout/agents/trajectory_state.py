@@ -167,7 +167,8 @@ class TrajectoryState:
         has_sandbox = sandbox is not None and sandbox.is_open
         if not has_sandbox and (tools is None or not tools.has_open_sessions()):
             return NEVER
-        return Deadline.after(self.services.config.limits.carry_s, CARRY_S, now=since)
+        carry_s = self.services.config.limits.carry_s
+        return Deadline.after(carry_s, CARRY_S).later(since - self.limit.now())
 
     # Its simulated user.
 

@@ -17,7 +17,7 @@ from rollout.scheduling.rewards.functions import check_reward
 from rollout.tools.builtin import is_shipped, make_shipped
 from rollout.tools.loading import find_tools
 from rollout.tools.tool import ToolProvider
-from rollout.user_files import UserCodeError, import_module, make_importable, run_file
+from rollout.user_code import UserCodeError, import_module, make_importable, run_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,7 +13,7 @@ from rollout.config.config_faults import ABSENT, Fault, config_error, got
 from rollout.config.section_type import deferred_faults, gather_faults
 from rollout.config.sections import RolloutConfig
 from rollout.errors import ConfigError
-from rollout.user_files import execute
+from rollout.user_code import execute
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

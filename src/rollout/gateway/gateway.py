@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from rollout.agents.services import GatewayAddress
-from rollout.function_refs import refuse_while_imported
 from rollout.gateway.calls import GatewayError, refuse_ended
 from rollout.gateway.http import serve_http
 from rollout.gateway.routes import PREFIX, Router, TrajectoryApi
 from rollout.gateway.session import GatewaySession, open_session
+from rollout.user_code import refuse_while_imported
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

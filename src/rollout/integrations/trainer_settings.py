@@ -15,7 +15,7 @@ from rollout.runtime.blocking import BlockingRollout
 from rollout.runtime.opening import open_rollout_on
 from rollout.scheduling.rewards.functions import GivenRewards
 from rollout.types import Prompt
-from rollout.user_files import named_object
+from rollout.user_code import named_object
 
 if TYPE_CHECKING:
     from rollout.runtime.opening import EngineOpener

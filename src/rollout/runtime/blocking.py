@@ -36,11 +36,11 @@ from rollout.bridge import loop_poster, wait_future
 from rollout.chat.trajectory import Group, Trajectory
 from rollout.engine.pool.pool import EnginePool
 from rollout.errors import ConfigError, RolloutError
-from rollout.function_refs import refuse_while_imported
 from rollout.runtime.opening import HOW_TO_OPEN, NotEnteredError, open_rollout
 from rollout.runtime.runtime import RolloutRuntime
 from rollout.scheduling.source_calls import GroupStream
 from rollout.scopes import find_propagating
+from rollout.user_code import refuse_while_imported
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence

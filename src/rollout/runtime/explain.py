@@ -106,7 +106,7 @@ def _agent_waits(run: TrajectoryRun, now: float) -> Iterator[Wait]:
     calls = () if tools is None else tuple(tools.running)
     for call in calls:
         yield Wait("tool", now - call.began, repr(call.tool))
-    for code in run.code.find_inner():
+    for code in run.code.inner:
         if code.what == USER:
             yield Wait("user", now - code.since)
         elif not (calls and code.what.startswith("tool ")):

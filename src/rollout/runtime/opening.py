@@ -21,7 +21,6 @@ from rollout.engine.cores.checks import find_sampling_fault
 from rollout.engine.pool.opening import open_engines
 from rollout.engine.pool.pool import EnginePool, ExpectationsGiver
 from rollout.errors import AgentError, ConfigError, RolloutError
-from rollout.function_refs import refuse_while_imported
 from rollout.interactions import InteractionRegistry
 from rollout.journal.journal import choose_run_seed, open_journal
 from rollout.observe.event_stream import EventStream
@@ -41,6 +40,7 @@ from rollout.scheduling.trajectory import TrajectoryRunner
 from rollout.tools import Tool, ToolExecutor
 from rollout.tools.builtin import make_shipped
 from rollout.tools.tool import open_tools
+from rollout.user_code import refuse_while_imported
 from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
@@ -188,6 +188,8 @@ async def open_rollout_on(
         threads = WorkerThreads(
             max_threads=config.tools.max_threads,
             max_abandoned=config.tools.max_abandoned_threads,
+            # Code that is contained is given up before that, and told where it waits.
+            cleanup_s=2 * config.limits.cleanup_s,
             watch=LoopLag().watch,
         )
         stack.callback(threads.close)

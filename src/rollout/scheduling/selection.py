@@ -16,7 +16,7 @@ from rollout.scheduling.endings import describe_ending
 from rollout.scheduling.members import GROUP_S
 from rollout.scheduling.rewards.functions import GROUP, SINGLE
 from rollout.types import Outcome
-from rollout.user_files import named_object
+from rollout.user_code import named_object
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

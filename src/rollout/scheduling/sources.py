@@ -144,7 +144,7 @@ class PromptSource:
         if type(self.data) in (list, tuple) or not may_leave_loop():
             return self._next_sync()
         threads: WorkerThreads = self._scheduler.threads
-        return await threads.run_beside(WHAT, self._next_sync, patience_s=0.0)
+        return await threads.run_beside(WHAT, self._next_sync)
 
     def _next_sync(self) -> tuple[Any, bool]:
         if self._iterator is None:

@@ -68,7 +68,9 @@ def limit_trajectory(limits: LimitsConfig, prompt: Prompt) -> Deadline:
     """Make the deadline of a trajectory that starts, or continues, now: of two, the earlier."""
     deadline = Deadline.after(limits.trajectory_s, "limits.trajectory_s")
     own = prompt.extra.get(AGENT_TIMEOUT_S)
-    return deadline if own is None else Deadline.after(own, AGENT_TIMEOUT, deadline)
+    if own is None:
+        return deadline
+    return min(deadline, Deadline.after(own, AGENT_TIMEOUT), key=lambda each: each.at)
 
 
 @attrs.frozen(kw_only=True)

@@ -16,7 +16,7 @@ from rollout.errors import ToolError
 from rollout.limits import Limit, call_limit
 from rollout.observe.event_stream import EventStream
 from rollout.observe.events import ToolEnded, ToolStarted
-from rollout.scopes import find_exception, release_token
+from rollout.scopes import find_exception
 from rollout.tools.results import ToolResult, describe_error, error_result
 from rollout.tools.schemas import SchemaCheck
 from rollout.types import Cause, InvalidToolCall, ToolCall
@@ -199,16 +199,12 @@ class ToolGate:
     @asynccontextmanager
     async def _take_slot(self) -> AsyncIterator[None]:
         """Hold one of `max_concurrency` slots, from when the rate allows another start."""
-        borrower = object()
-        try:
-            await self._slots.acquire_on_behalf_of(borrower)
+        async with self._slots:
             if self._policy.rate_limit_per_s is not None:
                 async with self._starting:
                     await anyio.sleep_until(self._next_start)
                     self._next_start = anyio.current_time() + 1 / self._policy.rate_limit_per_s
             yield
-        finally:
-            release_token(self._slots, borrower)
 
     def find_refusal(self) -> ToolResult | None:
         """Return the breaker's answer where a call may not run now."""

@@ -19,7 +19,7 @@ import anyio.lowlevel
 from msgspec.structs import replace
 
 from rollout.bridge import loop_clock
-from rollout.child_processes import ChildProcesses, NotImportedError
+from rollout.child_processes import ChildProcesses
 from rollout.containment import Contained, current_containment
 from rollout.errors import LimitExceeded, ToolError
 from rollout.limits import Clock, Deadline, Limit, cleanup_scope
@@ -33,6 +33,7 @@ from rollout.tools.results import ToolResult, normalise_result, read_reward, tru
 from rollout.tools.schemas import as_openai_schema, quote_all
 from rollout.tools.tool import Tool, ToolContext, ToolPolicy, ToolSession
 from rollout.types import NOT_PARSED, UNKNOWN_TOOL, InvalidToolCall, Prompt, ToolCall
+from rollout.user_code import NotImportableError
 from rollout.utf8 import encodable
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class ToolExecutor:
         try:
             if refs:
                 await self._processes.prepare(refs, self._tool_s, "limits.tool_s")
-        except NotImportedError as error:
+        except NotImportableError as error:
             raise ToolError(f"isolation = 'process': {error}") from error
 
     def schemas(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:

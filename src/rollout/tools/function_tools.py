@@ -23,10 +23,10 @@ from typing_extensions import TypedDict
 
 from rollout.child_processes import ChildDiedError, ChildRaisedError, resolve_outcome
 from rollout.errors import ToolError
-from rollout.function_refs import FunctionRef, NotImportableError, check_top_level, function_ref
 from rollout.tools.results import ToolResult, describe_error, normalise_result
 from rollout.tools.schemas import SchemaCheck, as_openai_schema, inline_references, write_path
 from rollout.tools.tool import Tool, ToolContext, ToolPolicy, ToolSession, TransientError
+from rollout.user_code import FunctionRef, NotImportableError, check_top_level, function_ref
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping

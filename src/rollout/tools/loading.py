@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rollout.errors import ToolError
 from rollout.lazy import lazy_exports
 from rollout.tools.tool import Tool, ToolProvider
-from rollout.user_files import UserCodeError, run_file
+from rollout.user_code import UserCodeError, run_file
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -25,7 +25,7 @@ from rollout.engine.channel.messages import (
 from rollout.engine.core import EngineBroken
 from rollout.engine.weights import PREFIX, unstage
 from rollout.errors import EngineError
-from rollout.function_refs import importing
+from rollout.user_code import importing
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -343,7 +343,7 @@ class Generation:
         """A request is about to be sent; the trajectory's time counts from now on."""
         self.resume()
         self.is_running = True
-        self.deadline = self.limit.deadline.at
+        self.deadline = self.limit.ends_at
         self.finish_reason, self.error, self.first_at, self.loss = None, "", None, None
         self.is_lost = self.is_malformed = self.is_interrupted = False
 

@@ -34,7 +34,7 @@ from rollout.engine.pool.pool import EnginePool, ExpectationsGiver, expect_nothi
 from rollout.engine.pool.request_runner import limit_last_answer
 from rollout.engine.routing import Router
 from rollout.errors import EngineError
-from rollout.function_refs import refuse_while_imported
+from rollout.user_code import refuse_while_imported
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -317,7 +317,7 @@ class RequestRunner:
 
     def _was_aborted_early(self, request: Generation) -> bool:
         """Whether the abort was the driver's, or by a deadline that has been put off since."""
-        is_put_off = self._now() < request.limit.deadline.at != request.deadline
+        is_put_off = self._now() < request.limit.ends_at != request.deadline
         return request.is_interrupted or request.error == INTERRUPTED or is_put_off
 
     async def _count_failure(self, request: Generation) -> None:

@@ -83,8 +83,7 @@ class GraphAgent(AgentLoop):
                     graph = await graph
                 return await graph.ainvoke({"messages": messages}, self._config)
 
-            threads, limits = context.services.threads, context.services.config.limits
-            state = await threads.run_asyncio("graph", play, cleanup_s=2 * limits.cleanup_s)
+            state = await context.services.threads.run_asyncio("graph", play)
         if self._result is not None:
             result = self._result(state)
             if not isinstance(result, Mapping):

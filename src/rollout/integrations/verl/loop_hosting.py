@@ -250,9 +250,7 @@ async def run_loop(
             or contradicts itself.
     """
     async with hosted.serving():
-        output = await context.services.threads.run_asyncio(
-            f"agent loop {name}", run, hosted, cleanup_s=math.inf
-        )
+        output = await context.services.threads.run_asyncio(f"agent loop {name}", run, hosted)
     _check(name, output, lengths)
     return output
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rollout.user_files import UserCodeError, import_module, make_importable
+from rollout.user_code import UserCodeError, import_module, make_importable
 
 if TYPE_CHECKING:
     from rollout.errors import RolloutError

@@ -14,9 +14,14 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from rollout.errors import ConfigError
-from rollout.function_refs import FunctionRef, NotImportableError, describe_function, function_ref
 from rollout.types import Reward
-from rollout.user_files import named_object
+from rollout.user_code import (
+    FunctionRef,
+    NotImportableError,
+    describe_function,
+    function_ref,
+    named_object,
+)
 from rollout.worker_threads import is_async
 
 if TYPE_CHECKING:

@@ -19,20 +19,20 @@ from rollout.chat.trajectory_codec import CompleteTrajectory, pack_complete, unp
 from rollout.child_processes import (
     ChildDiedError,
     ChildProcesses,
-    NotImportedError,
     resolve_outcome,
 )
 from rollout.errors import ConfigError
 from rollout.scheduling.rewards.functions import make_verl_arguments
 from rollout.types import Reward
+from rollout.user_code import NotImportableError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable
 
     from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
-    from rollout.function_refs import FunctionRef
     from rollout.scheduling.rewards.functions import LoadedReward
+    from rollout.user_code import FunctionRef
     from rollout.worker_threads import WorkerThreads
 
 
@@ -78,7 +78,7 @@ async def open_reward_processes(
     try:
         try:
             await children.prepare(refs, config.limits.reward_s, "limits.reward_s")
-        except NotImportedError as error:
+        except NotImportableError as error:
             raise ConfigError(f"rewards.processes: {error}") from error
         yield RewardProcesses(children, refs, threads)
     finally:

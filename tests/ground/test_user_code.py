@@ -1,4 +1,4 @@
-"""`function_refs`: the names under which another process finds what the main module has."""
+"""The names under which another process finds what the main module has."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 TRAIN = """
-from rollout.function_refs import function_ref
+from rollout.user_code import function_ref
 from {helper} import VALUE
 def score(trajectory):
     return VALUE

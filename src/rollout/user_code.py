@@ -1,32 +1,128 @@
-"""Names under which another process finds a function of the user's."""
+"""The code of users: loaded by its files and modules, and found again by another process."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import inspect
+import logging
 import os
 import re
 import sys
+import traceback
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.errors import RolloutError
-from rollout.user_files import run_file
+from rollout.errors import ConfigError, RolloutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+logger = logging.getLogger("rollout")
+
+
+class UserCodeError(Exception):
+    """A file or module of a user's raised while it was loaded; says what, and in which line."""
+
+
+def run_file(file: Path) -> ModuleType:
+    """The module that a file makes when it is run; its directory becomes importable.
+
+    Raises:
+        UserCodeError: It raised.
+    """
+    with _explain_failure(str(file)):
+        make_importable(file.parent)
+        return execute(file, f"rollout file {file}")
+
+
+def import_module(name: str) -> ModuleType:
+    """An importable module.
+
+    Raises:
+        UserCodeError: There is none, or it raised.
+    """
+    with _explain_failure(name):
+        return importlib.import_module(name)
+
+
+def named_object(
+    reference: str, where: str, expected: str = "expected 'package.module:name' or 'file.py:name'"
+) -> Any:
+    """What a text in a configuration or an argument names; modules of the working directory too.
+
+    Args:
+        reference: As `expected` says.
+        where: The field or argument that it stands in, for the message.
+
+    Raises:
+        ConfigError: It is no such text, its module cannot be loaded, or has nothing of that name.
+    """
+    source, _, name = reference.rpartition(":")
+    if not source or not all(part.isidentifier() for part in name.split(".")):
+        raise ConfigError(f"{where} = {reference!r:.200}: {expected}")
+    file = Path(source).resolve()
+    try:
+        if not source.endswith(".py"):
+            make_importable(Path.cwd())
+            found: Any = import_module(source)
+        elif file.is_file():
+            found = run_file(file)
+        else:
+            raise ConfigError(f"{where} = {reference!r}: {source} is no file")
+    except UserCodeError as error:
+        raise ConfigError(f"{where} = {reference!r}: {error}") from error
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is None:
+        raise ConfigError(f"{where} = {reference!r}: {source} has no {name!r}; {expected}")
+    return found
+
+
+def make_importable(directory: Path) -> None:
+    """Let imports find the modules of a directory, after all others."""
+    if str(directory) not in sys.path:
+        sys.path.append(str(directory))
+
+
+@contextmanager
+def _explain_failure(source: str) -> Iterator[None]:
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        logger.info("%s", "".join(traceback.format_exception(error)))
+        lines = [
+            line
+            for frame, line in traceback.walk_tb(error.__traceback__)
+            if frame.f_code.co_filename == source
+        ]
+        place = f"line {lines[-1]}: " if lines else ""
+        text = " ".join(str(error).split())
+        raise UserCodeError(f"{place}{type(error).__name__}: {text}") from error
+
+
+def execute(file: Path, name: str) -> ModuleType:
+    """Run a file as the module called `name`; what it raises passes.
+
+    `sys.modules` knows the module, as in `importlib`'s own recipe: dataclasses and type hints look
+    it up there. With a space in its name no import can have it.
+    """
+    # Compiled here and not by an importer, which would leave bytecode beside the file, and whose
+    # cache of bytecode can miss a quick edit.
+    code = compile(file.read_bytes(), str(file), "exec", dont_inherit=True)
+    module = ModuleType(name)
+    module.__file__ = str(file)
+    sys.modules[name] = module
+    exec(code, vars(module))
+    return module
+
 
 class NotImportableError(Exception):
-    """Another process cannot find a function; says what to do about it."""
-
-
-class MainGuardError(RolloutError):
-    """A module that a process imports for what it defines starts the work of a script."""
+    """Another process cannot find or import a function; says why, or what to do about it."""
 
 
 #: The modules and files that this process imports only for what they define, the innermost last.
@@ -37,10 +133,10 @@ def refuse_while_imported(what: str) -> None:
     """Let a module start work, unless this process imports it only for what it defines.
 
     Raises:
-        MainGuardError: It does; the work belongs to the process that runs the module as a script.
+        RolloutError: It does; the work belongs to the process that runs the module as a script.
     """
     if _imports:
-        raise MainGuardError(
+        raise RolloutError(
             f"{what}: {_imports[-1]} is imported by a process that needs only what it defines, "
             "and would start everything once more; put what the script starts under "
             '`if __name__ == "__main__":`'
@@ -81,7 +177,7 @@ def describe_function(function: Any) -> str:
     name = getattr(function, "__qualname__", None)
     if code is None or name is None:
         return re.sub(" at 0x[0-9a-fA-F]+", "", f"{function!r:.200}")
-    home = function.__module__.removeprefix("rollout file ")  # see `user_files.run_file`
+    home = function.__module__.removeprefix("rollout file ")  # see `run_file`
     return f"{name} ({home}, line {code.co_firstlineno})"
 
 
