@@ -4,7 +4,9 @@
 
 "tokens": bytes of resident memory for each token of finished trajectories that the caller keeps.
 "idle": kilobytes of it for each running agent, when all of them await the first answer. Both are
-what the process has more than before the call, whatever for.
+what the process has more than before the call, whatever for. The first batch of "tokens" counts
+what its agents took while they ran, which Python keeps for the next ones; `kept_bytes_per_token`
+is what two further batches add.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import gc
 import json
 import sys
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -22,6 +24,9 @@ from driver_cases.measuring import rss_bytes
 from driver_cases.ours import OurSide, Plan, contents, open_ours
 from driver_cases.side_process import answers_on_stdout
 
+if TYPE_CHECKING:
+    from rollout.chat.trajectory import Trajectory
+
 #: Between two looks at how many wait.
 LOOK_S = 0.2
 #: All wait, and what that took has been done.
@@ -29,14 +34,27 @@ SETTLE_S = 2.0
 
 
 async def tokens(side: OurSide) -> dict[str, Any]:
-    """With all of a batch's trajectories in hand."""
+    """With all of a batch's trajectories in hand; then with those of two further ones too."""
     before = rss_bytes()
-    async with side.runtime.stream(side.prompts) as trajectories:
-        kept = [each async for each in trajectories]
+    kept = await _run(side)
     held = rss_bytes() - before
     gc.collect()
-    count = contents(kept)["tokens"]
-    return {"bytes_per_token": held / count, "tokens": count, "rss_mb": rss_bytes() / 1e6}
+    count, after_first = contents(kept)["tokens"], rss_bytes()
+    kept += await _run(side)
+    kept += await _run(side)
+    gc.collect()
+    added = rss_bytes() - after_first
+    return {
+        "bytes_per_token": held / count,
+        "kept_bytes_per_token": added / (contents(kept)["tokens"] - count),
+        "tokens": count,
+        "rss_mb": after_first / 1e6,
+    }
+
+
+async def _run(side: OurSide) -> list[Trajectory]:
+    async with side.runtime.stream(side.prompts) as trajectories:
+        return [each async for each in trajectories]
 
 
 async def idle(side: OurSide) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import anyio
@@ -50,10 +51,8 @@ class _Stopped(BaseException):
 class StoppableCoroutine(Generator[Any, Any, Any]):
     """Awaits a coroutine; where that is to be resumed after `is_stopped`, parks in its place."""
 
-    def __init__(
-        self, coroutine: Coroutine[Any, Any, Any], park: Callable[[], Coroutine[Any, Any, Any]]
-    ) -> None:
-        self.coroutine, self.is_stopped, self._park = coroutine, False, park
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], containment: Containment) -> None:
+        self.coroutine, self.is_stopped, self._containment = coroutine, False, containment
 
     def __await__(self) -> StoppableCoroutine:
         return self
@@ -72,7 +71,7 @@ class StoppableCoroutine(Generator[Any, Any, Any]):
         for _ in range(_MOST_THROWS):
             with suppress(BaseException):
                 self.coroutine.throw(_Stopped)
-        self.coroutine, self.is_stopped = self._park(), False
+        self.coroutine, self.is_stopped = self._containment.park(), False
         return self.coroutine.send(None)
 
 
@@ -102,14 +101,14 @@ class Contained(Generic[T]):
         self.error: BaseException | None = None
         self.was_cancelled = False
         self.unresponsive: UnresponsiveError | None = None
-        self.inner: dict[Contained[Any], None] = {}
+        self.inner: tuple[Contained[Any], ...] = ()
         self.find_frames_elsewhere: Callable[[], list[FrameType]] = list
         self._containment, self._activity = containment, activity
         self._cancelled_at = math.inf
         self._body: StoppableCoroutine | None = None  # while its task runs
         #: Where it has paused: set when it continues, with `_next`.
         self._continued: anyio.Event | None = None
-        self._next: Callable[[], Awaitable[T]] | None = None
+        self._next: Callable[[], Coroutine[Any, Any, T]] | None = None
 
     def cancel(self) -> None:
         """Cancel the code."""
@@ -129,7 +128,7 @@ class Contained(Generic[T]):
             return ""
         return describe_place([*find_frames(self._body.coroutine), *self.find_frames_elsewhere()])
 
-    async def run(self, function: Callable[[], Awaitable[T]]) -> T | None:
+    async def run(self, function: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
         """Run `function` until it has ended or was stopped, and return its value.
 
         The attributes say how it ended. Code that is paused continues with the function, in the
@@ -137,9 +136,9 @@ class Contained(Generic[T]):
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
         if self._continued is None:
-            self._body = StoppableCoroutine(self._call(function), self._containment.park)
+            self._body = StoppableCoroutine(function(), self._containment)
             if self._around is not None:
-                self._around.inner[self] = None
+                self._around.inner += (self,)
             self._containment.present[self] = None
             self._containment.tasks.start_soon(self._serve, name=self.what)
         elif self._body is None:
@@ -147,6 +146,7 @@ class Contained(Generic[T]):
         else:
             self._next, self.reported = function, anyio.Event()
             self._continued.set()
+        del function  # a partial, whose arguments the coroutine has
         reported = self.reported  # `pause` makes another one
         try:
             await reported.wait()
@@ -167,7 +167,7 @@ class Contained(Generic[T]):
                 self._around.unresponsive = self._around.unresponsive or self.unresponsive
             raise self.unresponsive
 
-    async def pause(self) -> Callable[[], Awaitable[T]] | None:
+    async def pause(self) -> Callable[[], Coroutine[Any, Any, T]] | None:
         """Within the code: have `run` return already; return what the next `run` is called with.
 
         Both run in one task, to which whatever the first one has open belongs. None where the
@@ -193,7 +193,11 @@ class Contained(Generic[T]):
         assert self._body is not None
         try:
             with self.scope:
-                await self._body
+                try:
+                    self.value = await self._body
+                except BaseException as error:
+                    self.error = error
+                    raise
         except BaseException as error:
             if error is self.error or not isinstance(error, RuntimeError):
                 self.error = error
@@ -207,13 +211,6 @@ class Contained(Generic[T]):
             self._body = None  # which holds this object, and so what the code returned
             self._report()
             del self._containment.present[self]
-
-    async def _call(self, function: Callable[[], Awaitable[T]]) -> None:
-        try:
-            self.value = await function()
-        except BaseException as error:
-            self.error = error
-            raise
 
     def stop(self) -> None:
         """Report the code as unresponsive, and never resume it."""
@@ -236,7 +233,7 @@ class Contained(Generic[T]):
 
     def _report(self) -> None:
         if self._around is not None:
-            self._around.inner.pop(self, None)
+            self._around.inner = tuple(x for x in self._around.inner if x is not self)
         self.reported.set()
 
 
@@ -362,6 +359,11 @@ async def containment_here() -> AsyncIterator[Containment]:
         yield containment
 
 
+async def call_foreign(function: Callable[[], Awaitable[T]]) -> T:
+    """Await what foreign code returns, which may be another awaitable than a coroutine."""
+    return await function()
+
+
 async def contain(what: str, function: Callable[[], Awaitable[T]]) -> T:
     """Run `function`, foreign code, in a task of its own, and return its value.
 
@@ -371,7 +373,7 @@ async def contain(what: str, function: Callable[[], Awaitable[T]]) -> T:
     """
     async with containment_here() as containment:
         code: Contained[T] = Contained(containment, what)
-        value = await code.run(function)
+        value = await code.run(partial(call_foreign, function))
         code.raise_unresponsive()
         if code.error is not None:
             raise code.error

@@ -199,9 +199,9 @@ class Clock(Limit):
         carried_since: When it began to be carried; None while it is not.
     """
 
-    def __init__(self, deadline: Deadline = NEVER) -> None:
+    def __init__(self, deadline: Deadline = NEVER, now: Callable[[], float] | None = None) -> None:
         super().__init__(deadline.at, deadline.source, deadline.seconds, None)
-        self.now = loop_clock()
+        self.now = now or loop_clock()
         self.governed: dict[Limit, anyio.CancelScope] = {}
         self.limit_carry: Callable[[float], Deadline] | None = None
         self.carried_since: float | None = None

@@ -6,6 +6,7 @@ can share it. Token ids live in the `Transcript` of a trajectory, never in a lis
 
 from __future__ import annotations
 
+import copy
 import enum
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -235,8 +236,11 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def name_prompt(prompt: Prompt, uid: str) -> Prompt:
-    """A prompt with its uid, which the caller may have left out."""
-    return prompt if prompt.uid is not None else msgspec.structs.replace(prompt, uid=uid)
+    """A prompt with its uid, which the caller may have left out; all else is shared."""
+    if prompt.uid is None:
+        prompt = copy.copy(prompt)  # `replace` would drop null keys, that is copy messages, again
+        msgspec.structs.force_setattr(prompt, "uid", uid)
+    return prompt
 
 
 def make_encodable(cause: Cause) -> Cause:

@@ -391,7 +391,7 @@ def list_segments(conversations: Iterable[AgentContext]) -> list[Segment]:
             trainable=each.trainable,
             reward=each._reward,
             session_id=each.session_id,
-            seeds=row.seeds,
+            seeds=list(row.seeds),
             messages=each.messages if row.messages is None else row.messages,
             token_rewards=row.spread_rewards(),
         )

@@ -50,7 +50,7 @@ async def generate_turn(
         seed: In place of that which derives from the conversation and the turn.
         stop: Ends it before the model does.
     """
-    state, number = conversation._state, conversation._assistant_turns
+    state, log, number = conversation._state, conversation._state.log, conversation._assistant_turns
     readers = (*conversation.on_tokens, *(() if stop is None else (stop,)))
     generation = conversation._generation = Generation(readers, is_seeded=seed is not None)
     if seed is None:
@@ -58,17 +58,37 @@ async def generate_turn(
     state.generations += 1  # now, since several conversations may generate at once
     try:
         await conversation._settle()
-        is_noted = await _sample(conversation, sampling, generation, seed, stop)
-        turn = conversation._history.end_turn(conversation._cut_by)
-        if stop is not None and stop.found is not None:
-            text, in_reasoning = stop.before(turn.text), conversation._history.in_reasoning
-            turn = conversation._renderer.reader.read_text(text, None, in_reasoning=in_reasoning)
-        if is_noted and state.log is not None:
-            await state.log.wait_written()
-        if conversation._renderer.reader.schemas:  # tools could be called
-            state.services.tally.turns_with_tools += 1
-            state.services.tally.turns_with_calls += bool(turn.calls)
-        return turn
+        started = state.limit.now()
+        _emit_turn_started(conversation, started)
+        conversation._turn_began = state.limit.own_time()
+        limit, is_noted = _open_limit(conversation), False
+        try:
+            with limit, _NO_SCOPE if stop is None else stop.scope:
+                if conversation.history != "append_only":
+                    await _render_again(conversation)
+                drawn = _bound_sampling(conversation, sampling, generation, seed)
+                prefix = conversation.transcript.prefix
+                known_s = None if log is None else await log.recall_turn(prefix, seed, generation)
+                if known_s is None:
+                    question = _ask(conversation, generation, drawn, limit)
+                    await state.services.engines.generate(question)
+                if generation.finish_reason == "abort" and generation.kept is None:
+                    if limit.is_over:
+                        raise limit.deadline.error()  # the engine kept it before we could
+                    fault = "the engine aborted the generation"
+                    raise EngineError(f"{conversation.session_id}: {fault}")
+            if known_s is not None:
+                state.generation_s += known_s
+            elif log is not None:
+                turn, seconds = (conversation.session_id, number), state.limit.now() - started
+                is_noted = log.note_turn(prefix, seed, turn, generation, seconds)
+        except BaseException:
+            if _append_sampled(conversation, generation, limit, started, seed):
+                with suppress(Exception):  # a parser must not hide what ended the wait
+                    conversation._end_turn()
+            raise
+        _append_sampled(conversation, generation, limit, started, seed)
+        return await _read_turn(conversation, stop, is_noted=is_noted)
     except (LimitExceeded, UnresponsiveError) as error:
         conversation._note_limit(error)
         raise
@@ -77,50 +97,21 @@ async def generate_turn(
         state.generations -= conversation._assistant_turns == number  # no token came
 
 
-async def _sample(
-    conversation: Conversation,
-    sampling: SamplingParams,
-    generation: Generation,
-    seed: int,
-    stop: StopStrings | None,
-) -> bool:
-    """Fill a generation, by an engine or from the log, and append what has arrived.
-
-    Returns whether to wait until the log has it.
-    """
-    state, is_noted, is_whole = conversation._state, False, False
-    started = state.limit.now()
-    _emit_turn_started(conversation, started)
-    conversation._turn_began = state.limit.own_time()
-    limit = _open_limit(conversation)
-    try:
-        with limit, _NO_SCOPE if stop is None else stop.scope:
-            if conversation.history != "append_only":
-                await _render_again(conversation)
-            sampling = _bound_sampling(conversation, sampling, generation, seed)
-            log, prefix = state.log, conversation.transcript.prefix
-            recalled_s = None if log is None else await log.recall_turn(prefix, seed, generation)
-            if recalled_s is None:
-                question = _ask(conversation, generation, sampling, limit)
-                await state.services.engines.generate(question)
-            if generation.finish_reason == "abort" and (stop is None or stop.kept is None):
-                if limit.is_over:
-                    raise limit.deadline.error()  # the engine kept it before we could
-                raise EngineError(f"{conversation.session_id}: the engine aborted the generation")
-        is_whole = True
-        if recalled_s is not None:
-            state.generation_s += recalled_s
-        elif log is not None:
-            turn = conversation.session_id, conversation._assistant_turns
-            seconds = state.limit.now() - started
-            is_noted = log.note_turn(prefix, seed, turn, generation, seconds)
-    finally:
-        generation.kept = None if stop is None else stop.kept
-        has_begun = _append_sampled(conversation, generation, limit, started, seed)
-        if has_begun and not is_whole:
-            with suppress(Exception):  # a parser must not hide what ended the wait
-                conversation._end_turn()
-    return is_noted
+async def _read_turn(
+    conversation: Conversation, stop: StopStrings | None, *, is_noted: bool
+) -> AssistantTurn:
+    """Parse what was sampled, and count whether it calls tools."""
+    state, reader = conversation._state, conversation._renderer.reader
+    turn = conversation._history.end_turn(conversation._cut_by)
+    if stop is not None and stop.found is not None:
+        text, in_reasoning = stop.before(turn.text), conversation._history.in_reasoning
+        turn = reader.read_text(text, None, in_reasoning=in_reasoning)
+    if is_noted and state.log is not None:
+        await state.log.wait_written()
+    if reader.schemas:  # tools could be called
+        state.services.tally.turns_with_tools += 1
+        state.services.tally.turns_with_calls += bool(turn.calls)
+    return turn
 
 
 def _ask(

@@ -75,24 +75,24 @@ class Row(msgspec.Struct, eq=False):
         parent, position: The row that it departs from, and after how many of its tokens.
         seeds: Of the generations in it.
         messages: The conversation that it is of, up to a compaction; None where that still goes on.
-        token_rewards: Rewards of single tokens, by their positions.
+        token_rewards: Positions of single tokens, each with a reward; several of one add up.
     """
 
     transcript: Transcript
     purpose: str
     parent: Row | None = None
     position: int = 0
-    seeds: list[int] = []
+    seeds: tuple[int, ...] = ()
     messages: Sequence[Message] | None = None
-    token_rewards: dict[int, float] = {}
+    token_rewards: tuple[tuple[int, float], ...] = ()
 
     def spread_rewards(self) -> array[float] | None:
         """One reward for each token after the prompt; None where no token has any."""
         if not self.token_rewards:
             return None
         values = array("f", bytes(4 * self.transcript.response_length))
-        for position, value in self.token_rewards.items():
-            values[position - self.transcript.prompt_length] = value
+        for position, value in self.token_rewards:
+            values[position - self.transcript.prompt_length] += value
         return values
 
 
@@ -114,7 +114,7 @@ class History:
         self.rows, self.transcript = [row], row.transcript
         self._reader = reader
         self._added: list[Message] = []
-        self.messages = Messages(self._added, reader.template.decode)
+        self.messages = Messages(self._added, reader.decode)
         self.turns: dict[int, Mark] = {}
         self.in_reasoning = self.has_raw_ids = False
         self.turn_start: int | None = None
@@ -143,7 +143,7 @@ class History:
 
     def decode_turns(self) -> dict[int, str]:
         """The text that the model sampled, by position in `messages`."""
-        piece, decode = self.transcript.prefix.slice, self._reader.template.decode
+        piece, decode = self.transcript.prefix.slice, self._reader.decode
         return {
             at: decode(piece(turn.turn_start or 0, turn.position))
             for at, turn in self.turns.items()
@@ -181,7 +181,7 @@ class History:
         experts = generation.experts()
         if experts is not None:
             transcript.append_routed_experts(experts)
-        self.rows[-1].seeds.append(seed)
+        self.rows[-1].seeds += (seed,)
 
     def end_turn(self, cut_by: str | None) -> AssistantTurn:
         """Parse the turn at the end and add its message; one that cannot be parsed is in none."""
@@ -238,7 +238,7 @@ class History:
             row.messages = self.messages if row.messages is None else row.messages
         self._open_row(Transcript())
         self._added, self.turns = [], {}
-        self.messages = Messages(self._added, self._reader.template.decode)
+        self.messages = Messages(self._added, self._reader.decode)
         self.begin(rendered, prompt_room)
 
     def _open_row(self, transcript: Transcript) -> None:
@@ -251,7 +251,7 @@ class History:
         row, turns = self.rows[-1], [mark for mark in self._marks if mark.turn_start is not None]
         if row.seeds and turns and turns[-1].position > (turns[-1].turn_start or 0):
             last = turns[-1].position - 1  # else the turn has no token
-            row.token_rewards[last] = row.token_rewards.get(last, 0.0) + value
+            row.token_rewards += ((last, value),)
         return bool(row.seeds)
 
     def fork(self, position: Any, purpose: str) -> History:

@@ -87,13 +87,13 @@ class TrajectoryState:
         self.generations = self.cached_tokens = self.resumes = self.discarded_tokens = 0
         self.cut_prompt_tokens = self.sampled_placeholders = self.truncated_tokens = 0
         self.pinned_calls = 0
-        self.restarts: list[str] = []
+        self.restarts: tuple[str, ...] = ()
         self.generation_s = self.idle_since = 0.0
         self.prompt = name_prompt(prompt, identity.uid)
         kwargs = prompt.extra.get("interaction_kwargs")
         # As keys of `tools_kwargs`: those that hold None may be of other users, or Arrow's.
-        self._user_kwargs = without_null_keys(kwargs) if isinstance(kwargs, Mapping) else {}
-        self.user_name = self._user_kwargs.get("name") or services.config.agent.interaction
+        self._user_kwargs = without_null_keys(kwargs) if isinstance(kwargs, Mapping) else None
+        self.user_name = (self._user_kwargs or {}).get("name") or services.config.agent.interaction
         if self.user_name is not None:
             services.interactions.check(self.user_name)
         self.user: Interaction | None = None
@@ -181,7 +181,7 @@ class TrajectoryState:
             InteractionContext(
                 uid=self.identity.uid,
                 member=self.identity.member,
-                kwargs=dict(self._user_kwargs),
+                kwargs=dict(self._user_kwargs or {}),
                 ground_truth=self.prompt.ground_truth,
                 extra=self.extra,
                 threads=self.services.threads,
@@ -268,7 +268,7 @@ class TrajectoryState:
         """
         self.generation_s += seconds
         self.resumes += generation.resumes
-        self.restarts += generation.restarts
+        self.restarts += tuple(generation.restarts)
         self.discarded_tokens += generation.discarded_tokens
         self.cached_tokens += generation.cached_tokens
         if generation.is_truncated:

@@ -42,13 +42,11 @@ class StopStrings:
     Attributes:
         found: The string that ended it; of several that end in the same token the one that begins
             first. None where the model ended it.
-        kept: How many tokens of the turn are kept; None: it did not end it.
         scope: Of the generation, which it cancels.
     """
 
     def __init__(self, strings: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
         self.found: str | None = None
-        self.kept: int | None = None
         self._pattern = re.compile("|".join(map(re.escape, sorted(strings))))
         self._decode = decode
         #: A string of so many bytes has no more tokens; a few more for those that are in pieces.
@@ -61,23 +59,24 @@ class StopStrings:
         ids = generation.ids
         recent = ids[max(0, min(self._seen, len(ids)) - self._window) :]
         self._seen = len(ids)
-        if self.kept is None and self._pattern.search(self._decode(recent)):
-            self._end(ids)
+        if generation.kept is None and self._pattern.search(self._decode(recent)):
+            self._end(generation)
 
     def before(self, text: str) -> str:
         """What of a text stands before the string that ended it; all where none did."""
         return text if self.found is None else text[: text.find(self.found)]
 
-    def _end(self, ids: array[int]) -> None:
-        """Find the token, and have the engine stop."""
+    def _end(self, generation: Generation) -> None:
+        """Find the last token that is kept, and have the engine stop."""
+        ids = generation.ids
 
         def find(count: int) -> re.Match[str] | None:
             return self._pattern.search(self._decode(ids[:count]))
 
         if find(len(ids)) is None:
             return  # the window began within a character
-        self.kept = 1 + bisect_left(range(1, len(ids)), True, key=lambda n: bool(find(n)))
-        found = find(self.kept)
+        kept = 1 + bisect_left(range(1, len(ids)), True, key=lambda n: bool(find(n)))
+        generation.kept, found = kept, find(kept)
         self.found = found and found.group()
         self.scope.cancel()
 
@@ -129,8 +128,7 @@ class TurnReader:
     def __init__(
         self, template: ChatTemplate, parser: ToolParser, schemas: Sequence[Mapping[str, Any]]
     ) -> None:
-        self.template, self.parser, self.schemas = template, parser, schemas
-        self._decode = template.encoder.decode
+        self.parser, self.schemas, self.decode = parser, schemas, template.decode
         own = getattr(parser, "stop_tokens", ())
         self._own_end: str = next(iter(own), "")
         ends = {*template.stop_token_ids, *template.token_ids(END_TOKENS)}
@@ -144,7 +142,7 @@ class TurnReader:
         Parsers leave out an end token of their format, so that they get one in place of another:
         only an id ends a turn, and spellings in the text before it are content.
         """
-        text = self._decode(ids)
+        text = self.decode(ids)
         end = self._foreign_ends.get(ids[-1]) if ids else None
         if end is None:
             return self.read_text(text, cut_by, in_reasoning=in_reasoning)

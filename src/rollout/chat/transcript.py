@@ -83,7 +83,7 @@ class Transcript(msgspec.Struct, eq=False, gc=False):
     prefix: TokenPrefix = msgspec.field(default_factory=TokenPrefix)
     media: tuple[PlacedMedia, ...] = ()
     _spans: list[Span] = []
-    _experts: list[npt.NDArray[np.int16]] = []  # of the first tokens, as they came
+    _experts: tuple[npt.NDArray[np.int16], ...] = ()  # of the first tokens, as they came
 
     @classmethod
     def from_spans(
@@ -311,7 +311,7 @@ class Transcript(msgspec.Struct, eq=False, gc=False):
                 f"append_routed_experts: {count} tokens after {self.routed_length}; expected at "
                 f"most {len(self)} in all"
             )
-        self._experts.append(np.array(experts, dtype=np.int16))
+        self._experts += (np.array(experts, dtype=np.int16),)
 
     def routed_experts(self) -> npt.NDArray[np.int16] | None:
         """(T, layers, top_k) int16: the experts that each token was routed to; -1 unknown.

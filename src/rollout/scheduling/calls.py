@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import anyio
 
+from rollout.containment import enter_containment
 from rollout.errors import RolloutError
-from rollout.limits import Deadline
+from rollout.limits import Deadline, call_limit
 from rollout.scheduling.endings import (
     CLOSED,
     SURPLUS,
@@ -150,6 +151,8 @@ class Call(ABC):
 
     async def _run(self) -> None:
         """Admit members until the call is left or done; then end what is not carried."""
+        enter_containment(self.scheduler.containment)
+        call_limit.set(None)  # where a tool makes this call, its limit is none of the members'
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._guard, self._watch_deadlines)

@@ -235,7 +235,7 @@ class Groups:
     def begin(self, member: Member) -> None:
         """Note that a member has a slot."""
         member.group.waiting.remove(member)
-        member.group.running[member] = None
+        member.group.running.append(member)
 
     def record_end(self, member: Member, trajectory: Trajectory) -> Member | None:
         """Note that a member has ended; return the one that replaces it, where it had failed.

@@ -159,7 +159,7 @@ class MemberGroup:
     is_complete: bool = False
     is_rewarded: bool = False
     waiting: list[Member] = attrs.field(factory=list)
-    running: dict[Member, None] = attrs.field(factory=dict)
+    running: list[Member] = attrs.field(factory=list)
     ended: dict[Member, Trajectory] = attrs.field(factory=dict)
     between: dict[Member, Trajectory] = attrs.field(factory=dict)
     call: Any = None
@@ -238,9 +238,9 @@ class MemberGroup:
 
     def forget(self, member: Member) -> None:
         """Remove a member that has ended from those that run or wait."""
-        self.running.pop(member, None)
-        if member in self.waiting:
-            self.waiting.remove(member)
+        for members in (self.running, self.waiting):
+            if member in members:
+                members.remove(member)
 
     def restart(self) -> MemberGroup:
         """Make a group of the same prompt and number, without members."""

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from rollout.agents.ending import Ending
-from rollout.containment import enter_containment
-from rollout.limits import call_limit
 from rollout.scheduling.arguments import check_prompt
 from rollout.scheduling.endings import CLOSED, LOST, make_unstarted
 from rollout.scheduling.members import MemberGroup, cancel_members
@@ -40,7 +38,7 @@ class Scheduler:
 
     Args:
         admission: Bounds the trajectories in flight.
-        start: Starts a task of the runtime's: carried members outlive the call that started them.
+        start: Starts a task of the runtime's, with a name: carried members outlive their call.
 
     Attributes:
         log: The journal.
@@ -152,13 +150,11 @@ class Scheduler:
         else:
             self.live[member] = None
             run = TrajectoryRun(self.containment, member, deadline)
-            self.start(lambda: self._run_member(run))
+            self.start(lambda: self._run_member(run), member.identity.uid)
 
     async def _run_member(self, run: TrajectoryRun) -> None:
         """Run a member to its trajectory, have its call take that, and free the slot."""
         member = run.member
-        enter_containment(self.containment)
-        call_limit.set(None)  # where a tool makes this call, its limit is none of the member's
         try:
             trajectory = await run_trajectory(self._runner, run)
             if member.group.call is None:

@@ -100,7 +100,7 @@ class TrajectoryRun:
 
     def __init__(self, containment: Containment, member: Member, deadline: Deadline) -> None:
         self.containment, self.member = containment, member
-        self.clock = member.clock = Clock(deadline)
+        self.clock = member.clock = Clock(deadline, containment.clock)
         self.started = containment.clock()
         self.attempt = 1
         self.what = ""
@@ -130,7 +130,7 @@ class TrajectoryRun:
     def begin_again(self) -> None:
         """Begin another attempt, from the start; the tokens of this one are discarded."""
         self.counts = _sum_counts(self, discarded_tokens=self.tokens)
-        self.restarts += tuple(self.context.state.restarts)
+        self.restarts += self.context.state.restarts
         self.attempt += 1
         self.cause, self.stuck = None, ()
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from contextlib import asynccontextmanager, nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import anyio
 import msgspec
 
-from rollout.containment import Contained, containment_here
+from rollout.containment import Contained, call_foreign, containment_here
 from rollout.errors import ToolError
 from rollout.limits import Limit, call_limit
 from rollout.observe.event_stream import EventStream
@@ -114,7 +115,7 @@ async def attempt(
         limit.govern(code.scope)
         token = call_limit.set(limit)
         try:
-            await code.run(action)
+            await code.run(partial(call_foreign, action))
         finally:
             call_limit.reset(token)
             limit.release()

@@ -149,17 +149,17 @@ class Generation:
     log_probs: array[float] = attrs.Factory(lambda: array("f"))
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
-    parts: list[Dispatch] = attrs.Factory(list)
+    parts: tuple[Dispatch, ...] = ()
     resumes: int = 0
     restarts: list[str] = attrs.Factory(list)
     versions: list[list[int]] = attrs.Factory(list)
     bounded_by: str = ""
     top_count: int = 0
-    top_ids: bytes | bytearray = attrs.Factory(bytearray)
-    top_log_probs: bytes | bytearray = attrs.Factory(bytearray)
+    top_ids: bytes | bytearray = b""
+    top_log_probs: bytes | bytearray = b""
     expert_shape: tuple[int, int] | None = None
     expert_room: int = 0
-    routed_experts: bytes | bytearray = attrs.Factory(bytearray)
+    routed_experts: bytes | bytearray = b""
     kept: int | None = None
     held_s: float = 0.0
     is_truncated: bool = False
@@ -351,7 +351,7 @@ class Generation:
         """What is taken from now on comes from this request, after the tokens there are."""
         assert self.dispatch is not None
         self.dispatch.request_id, self.dispatch.start = request_id, self.count
-        self.parts.append(self.dispatch)
+        self.parts += (self.dispatch,)
 
     def build_submit(self, request_id: str, now: float) -> Submit:
         """The message that asks for the rest of the answer."""
@@ -381,8 +381,7 @@ class Generation:
         self.restarts.append(reason)
         self.ids, self.log_probs, self._packed, self.versions = array("i"), array("f"), None, []
         self.finish_reason, self.cached_tokens = None, 0
-        self.top_ids, self.top_log_probs = bytearray(), bytearray()
-        self.routed_experts = bytearray()
+        self.top_ids = self.top_log_probs = self.routed_experts = b""
 
     def append(self, chunk: Chunk) -> int:
         """Append a chunk's tokens; how many, 0 where all were taken before.
@@ -401,10 +400,8 @@ class Generation:
         if chunk.offset > known:
             raise ChunkFault(f"tokens {known} to {chunk.offset} are missing")
         count = size // 4 if chunk.offset == known else 0
-        if chunk.offset == known:
-            self.top_ids += chunk.top_ids
-            self.top_log_probs += chunk.top_log_probs
-            self.routed_experts += chunk.routed_experts
+        if chunk.offset == known and (chunk.top_ids or chunk.routed_experts):
+            self._append_rare(chunk)
         if count:
             self.ids.frombytes(chunk.ids)
             self.log_probs.frombytes(chunk.log_probs)
@@ -420,6 +417,15 @@ class Generation:
         if count or chunk.finish_reason is not None:
             self._call_readers()
         return count
+
+    def _append_rare(self, chunk: Chunk) -> None:
+        """Append what few requests ask for; the others have no buffers for it."""
+        if not (self.top_ids or self.routed_experts):
+            self.top_ids, self.top_log_probs = bytearray(), bytearray()
+            self.routed_experts = bytearray()
+        self.top_ids += chunk.top_ids
+        self.top_log_probs += chunk.top_log_probs
+        self.routed_experts += chunk.routed_experts
 
     def take(self, chunk: Chunk) -> bool:
         """Take what the engine sent; False where it contradicts what came before it."""

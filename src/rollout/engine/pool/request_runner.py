@@ -20,7 +20,6 @@ from rollout.seeds import RequestIds, split_session
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from rollout.engine.channel.channel import Channel
     from rollout.engine.pool.generation import Generation
     from rollout.engine.pool.replica import Replica
     from rollout.engine.routing import Dispatch, Router
@@ -172,7 +171,17 @@ class RequestRunner:
                 dispatch = await self._find_replica(request, avoid)
                 if dispatch is None:
                     continue  # its trajectory was carried meanwhile
-                await self._send(request, dispatch)
+                replica = await self._submit(request, dispatch)
+                try:
+                    await request.done.wait()
+                except BaseException as error:
+                    await self._abort(request, replica, error)
+                    raise
+                finally:
+                    if self._events.is_on and request.is_running:
+                        self._emit_ended(request)
+                    request.is_running = False
+                    replica.requests.pop(request, None)
                 is_cut_off = request.finish_reason == "abort"
                 if await self._is_over(request):
                     return
@@ -224,46 +233,38 @@ class RequestRunner:
         )
         return self._assign(request, None) if dispatch is None and avoid is not None else dispatch
 
-    async def _send(self, request: Generation, dispatch: Dispatch) -> None:
-        """Send a request, and return when the engine no longer works on it."""
+    async def _submit(self, request: Generation, dispatch: Dispatch) -> Replica:
+        """Send a request as soon as there is room, and return where; nothing, where it raises."""
         replica = self._replicas[dispatch.replica.name]
         channel = replica.channel
         assert channel is not None  # the router offers no other
         request.dispatch, request.counts, request.done = dispatch, replica.tokens, anyio.Event()
         request.begin()
         try:
-            try:
-                await channel.wait_for_room()
-                self._submit(request, replica, channel)
-            except BaseException:  # nothing was sent
-                self._release(request, replica)
-                raise
-            try:
-                await request.done.wait()
-            except BaseException as error:
-                channel.abort_nowait(request.request_id)
-                # Otherwise the coroutine is being closed, and may not wait.
-                if isinstance(error, anyio.get_cancelled_exc_class()):
-                    request.is_cancelled = True
-                    with cleanup_scope(self._last_answer_s):
-                        await request.done.wait()
-                request.is_abandoned = True
-                raise
-            finally:
-                if self._events.is_on and request.is_running:
-                    self._emit_ended(request)
-        finally:
+            await channel.wait_for_room()
+            request_id = self._ids.new()
+            submit = request.build_submit(request_id, self._now())
+            request.note_sent(request_id)
+            replica.requests[request] = None
+            channel.submit_nowait(submit, request)
+            if self._events.tells_all:
+                self._emit_placed(request)
+        except BaseException:
+            self._release(request, replica)
             request.is_running = False
             replica.requests.pop(request, None)
+            raise
+        return replica
 
-    def _submit(self, request: Generation, replica: Replica, channel: Channel) -> None:
-        request_id = self._ids.new()
-        submit = request.build_submit(request_id, self._now())
-        request.note_sent(request_id)
-        replica.requests[request] = None
-        channel.submit_nowait(submit, request)
-        if self._events.tells_all:
-            self._emit_placed(request)
+    async def _abort(self, request: Generation, replica: Replica, error: BaseException) -> None:
+        """Have the engine end a request; wait for its last tokens where the caller is cancelled."""
+        if replica.channel is not None:
+            replica.channel.abort_nowait(request.request_id)
+        if isinstance(error, anyio.get_cancelled_exc_class()):  # else the coroutine is being closed
+            request.is_cancelled = True
+            with cleanup_scope(self._last_answer_s):
+                await request.done.wait()
+        request.is_abandoned = True
 
     def end(self, request: Generation) -> None:
         """The engine no longer works on a request."""
