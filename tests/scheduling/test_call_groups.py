@@ -15,8 +15,8 @@ from rollout.scheduling.selection import mean_length
 from rollout.seeds import Identity
 
 MEMBERS = 3
-#: How many groups a call wants, how many members of each, its policy, and restarts of a member.
-Wanted = tuple[int | None, int, GroupPolicy, int]
+#: How many groups a call wants, how many members of each, and its policy.
+Wanted = tuple[int | None, int, GroupPolicy]
 
 
 class World:
@@ -42,12 +42,11 @@ class World:
             group.waiting.append(member_of(group, member))
 
     def call(self, wanted: Wanted, moves: int, bound: Staleness | None = None) -> None:
-        how_many, members, policy, refills = wanted
+        how_many, members, policy = wanted
         groups = Groups(
             how_many,
             members,
             policy,
-            refills=refills,
             staleness=bound,
             version=lambda: self.version,
         )
@@ -136,7 +135,6 @@ WANTED = st.tuples(
         surplus=st.sampled_from(["cancel", "carry"]),
         on_group_deadline=st.sampled_from(["keep", "drop", "refill"]),
     ),
-    st.integers(0, 2),
 )
 
 #: Of the weights, between two calls.
@@ -162,7 +160,7 @@ def test_groups_staleness_of_what_is_taken_is_within_its_bound(
     seed: int, most: int, per_step: int, moves: int
 ) -> None:
     bound = Staleness(most=most, per_step=per_step, start=0)
-    World(seed).call((None, MEMBERS, GroupPolicy(), 0), moves, bound)
+    World(seed).call((None, MEMBERS, GroupPolicy()), moves, bound)
 
 
 @given(

@@ -256,7 +256,6 @@ class Call(ABC):
             recorded = self.scheduler.log.find_trajectory(member)
             if recorded is not None:
                 await anyio.lowlevel.checkpoint()
-                member.refills = self.groups.refills
                 self._tally.add_calls(recorded.metrics)
                 await self.finish_member(member, recorded, is_unstarted=True)
             elif await self.scheduler.take_slot(member):
@@ -345,8 +344,8 @@ class Call(ABC):
         """Count an outcome, and write it to the journal; whether its group is to be judged now."""
         group = member.group
         member.concluding_since = anyio.current_time()
-        is_surplus, again = group.is_complete, self.groups.record_end(member, trajectory)
-        is_wanted = not is_surplus and again is None
+        is_wanted = not group.is_complete
+        self.groups.record_end(member, trajectory)
         if trajectory.limit_source == self.deadline.source:
             self._met_deadline = True
             if self._config.on_deadline == "drop":
@@ -360,12 +359,11 @@ class Call(ABC):
         self._count(trajectory, is_wanted=is_wanted)
         return is_wanted and self.groups.can_judge(group)
 
-    def _count(self, trajectory: Trajectory, *, is_wanted: bool) -> None:
+    def _count(self, trajectory: Trajectory, *, is_wanted: bool = True) -> None:
         """Note a trajectory in the counts of the call, which ends where too many have failed.
 
         Args:
-            is_wanted: Whether it may be taken, and counts for `scheduling.max_failures`: it is no
-                surplus, and not restarted.
+            is_wanted: Whether it counts for `scheduling.max_failures`: it is no surplus.
         """
         self.selection.note_end(trajectory)
         self._bad.add(trajectory, is_wanted=is_wanted)

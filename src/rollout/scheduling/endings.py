@@ -107,8 +107,7 @@ class BadEndings:
         """Count one that has ended, if it failed or was rejected.
 
         Args:
-            is_wanted: Whether it counts for `scheduling.max_failures`, and is not just logged: it
-                is no surplus, and not restarted.
+            is_wanted: Whether it counts for `scheduling.max_failures`: it is no surplus.
             is_new: Whether it was not counted before; else it has failed since.
         """
         outcome = trajectory.outcome

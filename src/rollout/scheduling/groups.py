@@ -11,14 +11,14 @@ import attrs
 
 from rollout.config.group_policy import GroupPolicy
 from rollout.errors import LimitExceeded
-from rollout.scheduling.members import GROUP_S, Member, MemberGroup
-from rollout.scheduling.rewards.functions import SINGLE
+from rollout.scheduling.members import GROUP_S, MemberGroup
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rollout.chat.trajectory import Trajectory
+    from rollout.scheduling.members import Member
 
 logger = logging.getLogger("rollout.scheduling")
 
@@ -87,7 +87,6 @@ class Groups:
     Attributes:
         wanted: How many groups the call wants; None: as many as its consumer takes.
         members: How many members of each.
-        refills: How often a failed member is restarted.
         staleness: How old what it takes may be; None: as old as it is.
         open: Those that are under way, in the order in which they were adopted.
         counts: Groups by what became of them.
@@ -100,12 +99,11 @@ class Groups:
         members: int,
         policy: GroupPolicy | None = None,
         *,
-        refills: int = 0,
         staleness: Staleness | None = None,
         version: Callable[[], int] = lambda: 0,
     ) -> None:
         self.wanted, self.members, self.policy = wanted, members, policy or GroupPolicy()
-        self.refills, self.staleness, self._version = refills, staleness, version
+        self.staleness, self._version = staleness, version
         self.open: dict[MemberGroup, None] = {}
         self.counts: Counter[str] = Counter()
         self.consumed = 0
@@ -237,29 +235,18 @@ class Groups:
         member.group.waiting.remove(member)
         member.group.running[member] = None
 
-    def record_end(self, member: Member, trajectory: Trajectory) -> Member | None:
-        """Note that a member has ended; return the one that replaces it, where it had failed.
-
-        A replaced member does not count; the other one is admitted next.
-        """
+    def record_end(self, member: Member, trajectory: Trajectory) -> None:
+        """Note that a member has ended."""
         group = member.group
         group.forget(member)
+        if group.refill_failed:
+            self.counts["refilled"] += int(trajectory.metrics.get("attempts", 1)) - 1
         if group.is_complete:
-            return None
-        # Where only the reward failed the tokens are good, and `rewards.retries` has called again.
-        failed = trajectory.outcome is Outcome.FAILED and trajectory.reason != SINGLE
-        if failed and not self._is_stopped and member.refills < self.refills:
-            refills = member.refills + 1
-            again = Member(member.prompt, member.identity, group, refills=refills, log=member.log)
-            group.waiting.append(again)
-            self._with_waiting.appendleft(group)
-            self.counts["refilled"] += 1
-            return again
+            return
         group.ended[member] = trajectory
         # What an earlier process delivered is what its caller has, whatever ended its members.
         if trajectory.limit_source == GROUP_S and not group.was_delivered:
             group.is_overdue = True
-        return None
 
     def can_judge(self, group: MemberGroup) -> bool:
         """Whether a group can be judged: its wanted members, or its own time, have ended."""

@@ -24,7 +24,6 @@ class Member:
     """One trajectory to be run, from admission to its outcome.
 
     Attributes:
-        refills: How often it was restarted because it had failed.
         log: Its part of the journal, a `TrajectoryLog`; None where there is none.
         running: Its `TrajectoryRun`, or the `RewardCall` of its reward, while there is one.
         slot_wait: What ends its wait for a slot.
@@ -42,7 +41,6 @@ class Member:
     prompt: Prompt
     identity: Identity
     group: MemberGroup
-    refills: int = 0
     log: Any = None
     running: Any = None
     slot_wait: anyio.CancelScope | None = None
@@ -129,7 +127,7 @@ class RecordedGroup(NamedTuple):
 
 @attrs.define(eq=False)
 class MemberGroup:
-    """A prompt, and its members: each that counts is in `waiting`, `running`, `ended` or `between`.
+    """A prompt, and its members: each that counts is in `waiting`, `running` or `ended`.
 
     Attributes:
         number: Its number among the prompts of its call, or among all that the runtime pulled.
@@ -141,8 +139,8 @@ class MemberGroup:
         waiting: Not admitted, or carried.
         running: Admitted and not ended.
         ended: With their trajectories, in the order in which they did.
-        between: Ended while no call had the group; the next one notes them.
         call: The call that has it; None while it is a leftover.
+        refill_failed: Whether members of it that fail run again.
         source: The `PromptSource` that gave it, until a call adopts it.
         is_shared: Whether several members begin with its prompt.
         deadline: Its own in this call, less the time for which engines had paused until then.
@@ -161,8 +159,8 @@ class MemberGroup:
     waiting: list[Member] = attrs.field(factory=list)
     running: dict[Member, None] = attrs.field(factory=dict)
     ended: dict[Member, Trajectory] = attrs.field(factory=dict)
-    between: dict[Member, Trajectory] = attrs.field(factory=dict)
     call: Any = None
+    refill_failed: bool = False
     source: Any = None
     is_shared: bool = False
     deadline: Deadline | None = None
@@ -184,7 +182,7 @@ class MemberGroup:
     @property
     def is_begun(self) -> bool:
         """Whether any member of it has been admitted."""
-        return bool(self.running or self.ended or self.between) or self.is_carried
+        return bool(self.running or self.ended) or self.is_carried
 
     @property
     def is_sampled(self) -> bool:
@@ -213,8 +211,9 @@ class MemberGroup:
     def join(self, call: Any) -> None:
         """Give the group to this call, in which it has no deadline yet."""
         self.call, self.source, self.delivery = call, None, 0
+        self.refill_failed = call.groups.policy.refill_failed
         self.deadline, self.deadline_met, self.is_overdue = None, None, False
-        for member in (*self.waiting, *self.ended, *self.between):
+        for member in (*self.waiting, *self.ended):
             member.batch = call.number  # what becomes of it does so in this call
         for member in self.ended:
             member.deadline_met = None  # it was that of an earlier call

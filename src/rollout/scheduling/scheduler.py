@@ -182,7 +182,7 @@ class Scheduler:
     def _finish_between_calls(self, member: Member, trajectory: Trajectory) -> None:
         """Note the end of a member whose group no call has."""
         member.group.forget(member)
-        member.group.between[member] = trajectory
+        member.group.ended[member] = trajectory
         if not self.rewards_groups:
             self.log.note_ends({member: trajectory})
         self.count_end(member, trajectory)

@@ -137,9 +137,9 @@ async def run_trajectory(runner: TrajectoryRunner, run: TrajectoryRun) -> Trajec
     """Run a member from its admission to its outcome; its trajectory says what happened to it.
 
     The agent runs in a task of its own, within the trajectory's limits. It runs again, from the
-    start, where its engine failed a request or its sandbox was lost; of a lost replica, whose
-    requests resume elsewhere, it learns nothing. Then how it ended is judged, and the reward is
-    called, while the sandbox is still open.
+    start, where its engine failed a request or its sandbox was lost, and with `refill_failed` where
+    it failed otherwise; of a lost replica, whose requests resume elsewhere, it learns nothing. Then
+    how it ended is judged, and the reward is called, while the sandbox is still open.
 
     Cancellation ends the agent or the reward, bounded, and passes through.
     """
@@ -329,12 +329,14 @@ def _decide_cancelled(run: TrajectoryRun) -> Ending:
 
 
 def _runs_again(services: Services, run: TrajectoryRun, ending: Ending) -> bool:
-    """Whether the member gets another attempt."""
+    """Whether the member gets another attempt, within its time."""
+    may_run = run.attempt <= services.config.scheduling.max_retries and not run.clock.is_over
+    if ending.outcome is not Outcome.FAILED or run.member.is_ending or not may_run:
+        return False
     sandbox = run.context.state.used_sandbox
     has_lost_sandbox = sandbox is not None and isinstance(sandbox.failure, SandboxLost)
     is_lost = ending.reason == ENGINE or (ending.reason == SANDBOX and has_lost_sandbox)
-    is_lost = is_lost and ending.outcome is Outcome.FAILED  # the reason of a cancellation is free
-    return is_lost and run.attempt <= services.config.scheduling.max_retries
+    return is_lost or run.member.group.refill_failed
 
 
 def _make_trajectory(run: TrajectoryRun, ending: Ending, cause: Cause | None) -> Trajectory:
