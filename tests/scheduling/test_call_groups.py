@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from rollout import GroupPolicy, Outcome, Prompt, Trajectory
 from rollout.scheduling.groups import Groups, Staleness
 from rollout.scheduling.members import GROUP_S, Member, MemberGroup
-from rollout.scheduling.selection import mean_length
 from rollout.seeds import Identity
 
 MEMBERS = 3
@@ -184,9 +183,3 @@ def test_groups_staleness_of_what_earlier_calls_left_is_within_its_bound(
         world.version += updates
         kept = Counter(group.number for group in world.kept)
         assert kept + world.ends == Counter(range(world.pulled))
-
-
-def test_mean_length_counts_those_that_were_cut_as_longer() -> None:
-    assert mean_length([(10, False), (20, False)]) == 15
-    assert mean_length([(10, False), (10, True), (30, False)]) == 10 + 20 * 2 / 3
-    assert mean_length([]) == 0

@@ -8,7 +8,6 @@ some, and gives out those that are accepted.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from contextlib import asynccontextmanager
 from functools import partial
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
 
 #: The error of calls that were running when the runtime was closed.
 CLOSED_MEANWHILE = "the runtime was closed while this call was running"
-#: While engines pause, a group's deadline moves: it is looked at as often at most.
-LEAST_WAIT_S = 0.01
 
 
 class Call(ABC):
@@ -84,7 +81,7 @@ class Call(ABC):
         self.name, self.step, self.number, self.began = name, step, 0, anyio.current_time()
         self.scheduler, self.groups, self.deadline = scheduler, groups, deadline
         self.waits_for_group = scheduler.rewards_groups or not self.is_list
-        self.selection = Selection(by_group=scheduler.rewards_groups)
+        self.selection = Selection()
         self.failure: BaseException | None = None
         self.is_leaving = self.is_ending = self.is_closed = False
         self.has_ended = anyio.Event()
@@ -152,7 +149,7 @@ class Call(ABC):
         """Admit members until the call is left or done; then end what is not carried."""
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._guard, self._watch_deadlines)
+                tasks.start_soon(self._guard, self._watch_deadline)
                 tasks.start_soon(self._guard, self._admit)
                 while not self._is_done:
                     await self.scheduler.wait_change()
@@ -273,7 +270,6 @@ class Call(ABC):
         if group.deadline is None and group_s is not None:
             paused_s = self.scheduler.engines.paused_s()
             group.deadline = Deadline.after(group_s, GROUP_S).later(-paused_s)
-            self.scheduler.change()  # for `_end_late_groups`
         if member.is_finished:  # it was carried, and ended while it waited here
             self.scheduler.release_slot(member)
             return
@@ -292,36 +288,15 @@ class Call(ABC):
         ending = explain_cut(member, member.deadline_met or self.deadline)
         await self.finish_member(member, make_unstarted(member, ending), is_unstarted=True)
 
-    async def _watch_deadlines(self) -> None:
-        """End what runs when the call's time is over, and the agents of a group at its own."""
-        pause_s = 0.0
-        while (now := anyio.current_time()) < self.deadline.at:
-            first = self._end_late_groups(now)
-            until = min(self.deadline.at, max(first, now + pause_s))
-            with anyio.CancelScope(deadline=until) as scope:
-                await self.scheduler.wait_change()
-            pause_s = LEAST_WAIT_S if scope.cancelled_caught else 0.0
+    async def _watch_deadline(self) -> None:
+        """End what runs when the call's time is over."""
+        with anyio.CancelScope(deadline=self.deadline.at):
+            await anyio.sleep_forever()
         self._met_deadline = True
         self.groups.stop()
         left = [*self.list_members(), *self.list_unrewarded()]
         cancel_members([m for m in left if m.cancel_reason is None], deadline=self.deadline)
         self.scheduler.change()
-
-    def _end_late_groups(self, now: float) -> float:
-        """End the agents of groups whose own time is over; when the next one's will be."""
-        first = math.inf
-        for group in self.groups.open if self.groups.policy.group_s is not None else ():
-            if group.deadline is None:
-                continue
-            deadline = group.deadline.later(self.scheduler.engines.paused_s())
-            if deadline.at > now:
-                first = min(first, deadline.at)
-                continue
-            group.deadline_met = deadline
-            members = [m for m in (*group.running, *group.waiting) if m.deadline_met is None]
-            agents = [member for member in members if member.concluding_since is None]
-            cancel_members(agents, deadline=deadline)
-        return first
 
     # Ends of members.
 
@@ -346,6 +321,9 @@ class Call(ABC):
         member.concluding_since = anyio.current_time()
         is_wanted = not group.is_complete
         self.groups.record_end(member, trajectory)
+        if group.is_overdue:  # what waits for a slot ends with those that had one
+            cancel_members(group.waiting, deadline=group.deadline)
+            self.scheduler.change()
         if trajectory.limit_source == self.deadline.source:
             self._met_deadline = True
             if self._config.on_deadline == "drop":
@@ -412,13 +390,14 @@ class Call(ABC):
     async def _reward(self, group: MemberGroup, wanted: dict[Member, Trajectory]) -> bool:
         """Ask for a group's reward, if it needs one; False where the call ends before that."""
         before = {member: each.outcome for member, each in group.ended.items()}
-        if self._wants_reward(group, wanted):
+        function = self.scheduler.rewarding.group
+        if function is not None and self._wants_reward(group, wanted):
             if self.is_ending:
                 return False
             with anyio.CancelScope() as scope:
                 self._rewards[group] = scope
                 try:
-                    await self.scheduler.rewarding.reward_group(wanted)
+                    await self.scheduler.rewarding.reward(function, wanted)
                 finally:
                     del self._rewards[group]
             if scope.cancelled_caught:

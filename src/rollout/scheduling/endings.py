@@ -13,7 +13,7 @@ from rollout.chat.transcript import Transcript
 from rollout.errors import LimitExceeded
 from rollout.plurals import count
 from rollout.scheduling.rewards.functions import GROUP, SINGLE
-from rollout.types import Cause, Outcome
+from rollout.types import Outcome
 
 if TYPE_CHECKING:
     from rollout.config import SchedulingConfig
@@ -49,12 +49,10 @@ def exclude(trajectory: Trajectory) -> None:
         segment.reward = segment.token_rewards = None
 
 
-def end_without_reward(
-    trajectory: Trajectory, outcome: Outcome, reason: str, source: str | None, cause: Cause | None
-) -> None:
-    """Give an outcome to a trajectory whose reward is unknown: it keeps its tokens, untrained."""
-    trajectory.outcome, trajectory.reason = outcome, reason
-    trajectory.limit_source, trajectory.cause = source, cause
+def end_without_reward(trajectory: Trajectory, ending: Ending) -> None:
+    """End a trajectory whose reward is unknown: it keeps its tokens, untrained."""
+    trajectory.outcome, trajectory.reason = ending.outcome, ending.reason
+    trajectory.limit_source, trajectory.cause = ending.limit_source, ending.cause
     exclude(trajectory)
 
 
@@ -66,7 +64,7 @@ def explain_cut(member: Member, deadline: Deadline) -> Ending:
     return Ending(outcome=error.outcome, reason=error.reason, limit_source=error.source)
 
 
-def make_unstarted(member: Member, ending: Ending, cause: Cause | None = None) -> Trajectory:
+def make_unstarted(member: Member, ending: Ending) -> Trajectory:
     """Make the trajectory of a member whose agent never ran: an outcome and no tokens."""
     return Trajectory(
         uid=member.identity.uid,
@@ -76,7 +74,7 @@ def make_unstarted(member: Member, ending: Ending, cause: Cause | None = None) -
         outcome=ending.outcome,
         reason=ending.reason,
         limit_source=ending.limit_source,
-        cause=cause,
+        cause=ending.cause,
         trainable=False,
         extra=dict(member.prompt.extra),
         prompt=member.prompt,
@@ -116,7 +114,7 @@ class BadEndings:
             return
         key: _Cause = (outcome, trajectory.reason, "")  # rejections: one line for each reason
         if outcome is Outcome.FAILED:
-            key = (outcome, trajectory.reason, _describe_cause(trajectory))
+            key = (outcome, trajectory.reason, describe_cause(trajectory))
             self._failures[key[2]] += is_wanted
         self._counts[outcome][key] += 1
         place = (trajectory.group, trajectory.member)
@@ -220,6 +218,6 @@ def describe_ending(first: Trajectory) -> str:
     return f"{what}: {cause.type}({cause.message!r:.{SHOWN_CHARACTERS}})"
 
 
-def _describe_cause(trajectory: Trajectory) -> str:
-    cause = trajectory.cause
-    return trajectory.reason if cause is None else f"{cause.type}: {cause.message}"
+def describe_cause(ended: Trajectory | Ending) -> str:
+    """Say what something failed of."""
+    return ended.reason if ended.cause is None else f"{ended.cause.type}: {ended.cause.message}"

@@ -79,12 +79,6 @@ class Member:
         is_meant = uid in (None, self.identity.uid) and member in (None, self.identity.member)
         return is_meant and self.cancel_reason is None
 
-    def begin_agent(self, run: Any) -> None:
-        """Note an attempt, which ends at once where its group's time is over already."""
-        self.concluding_since = None
-        self.deadline_met = self.deadline_met or self.group.deadline_met
-        self.set_running(run)
-
     def set_running(self, running: Any) -> None:
         """Note what is cancelled with the member from now on; at once where that is ending."""
         self.running = running
@@ -144,7 +138,6 @@ class MemberGroup:
         source: The `PromptSource` that gave it, until a call adopts it.
         is_shared: Whether several members begin with its prompt.
         deadline: Its own in this call, less the time for which engines had paused until then.
-        deadline_met: That, once it is over.
         is_overdue: Whether that has ended a member.
         result: What its consumer gets, once it is judged.
         delivery: Number of the journal's record that this call gives it to its caller; 0: none.
@@ -164,7 +157,6 @@ class MemberGroup:
     source: Any = None
     is_shared: bool = False
     deadline: Deadline | None = None
-    deadline_met: Deadline | None = None
     is_overdue: bool = False
     result: Group | None = None
     delivery: int = 0
@@ -212,7 +204,7 @@ class MemberGroup:
         """Give the group to this call, in which it has no deadline yet."""
         self.call, self.source, self.delivery = call, None, 0
         self.refill_failed = call.groups.policy.refill_failed
-        self.deadline, self.deadline_met, self.is_overdue = None, None, False
+        self.deadline, self.is_overdue = None, False
         for member in (*self.waiting, *self.ended):
             member.batch = call.number  # what becomes of it does so in this call
         for member in self.ended:

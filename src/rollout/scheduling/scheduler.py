@@ -8,12 +8,12 @@ import anyio
 
 from rollout.agents.ending import Ending
 from rollout.containment import enter_containment
-from rollout.limits import call_limit
+from rollout.limits import Clock, call_limit
 from rollout.scheduling.arguments import check_prompt
 from rollout.scheduling.endings import CLOSED, LOST, make_unstarted
 from rollout.scheduling.members import MemberGroup, cancel_members
 from rollout.scheduling.sources import PromptSource
-from rollout.scheduling.trajectory import TrajectoryRun, limit_trajectory, run_trajectory
+from rollout.scheduling.trajectory import limit_trajectory, run_trajectory
 from rollout.scheduling.trajectory_events import emit_ended
 from rollout.types import Outcome, name_prompt
 
@@ -143,24 +143,28 @@ class Scheduler:
 
     def run_member(self, member: Member) -> None:
         """Start a member, which has a slot, or let a carried one continue; its time begins now."""
-        deadline = limit_trajectory(self.config.limits, member.prompt)
+        of_group = member.group.deadline
+        if of_group is not None:
+            of_group = of_group.later(self.engines.paused_s())
+        deadline = limit_trajectory(self.config.limits, member.prompt, of_group)
         if member.is_carried:
             assert member.clock is not None
             member.is_carried = False
             member.clock.continue_carried(deadline)
             self.tally.carried -= 1
+            if member.clock.is_over:  # its group's time was over while it waited
+                cancel_members([member], deadline=deadline)
         else:
             self.live[member] = None
-            run = TrajectoryRun(self.containment, member, deadline)
-            self.start(lambda: self._run_member(run))
+            member.clock = Clock(deadline)
+            self.start(lambda: self._run_member(member))
 
-    async def _run_member(self, run: TrajectoryRun) -> None:
+    async def _run_member(self, member: Member) -> None:
         """Run a member to its trajectory, have its call take that, and free the slot."""
-        member = run.member
         enter_containment(self.containment)
         call_limit.set(None)  # where a tool makes this call, its limit is none of the member's
         try:
-            trajectory = await run_trajectory(self._runner, run)
+            trajectory = await run_trajectory(self._runner, member)
             if member.group.call is None:
                 self._finish_between_calls(member, trajectory)
             else:
