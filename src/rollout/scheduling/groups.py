@@ -65,6 +65,13 @@ class Staleness:
         """Groups that the consumer takes until the end of that version."""
         return (version + 1 - self.start) * self.per_step
 
+    def are_in_time(self, dues: Sequence[int], taken: int) -> bool:
+        """Whether groups with these last versions can be taken by then, after `taken` others."""
+        return all(
+            taken + sum(other <= due for other in dues) <= self.count_taken_by(due)
+            for due in {*dues}
+        )
+
 
 class Leftovers(NamedTuple):
     """What a call leaves: groups for the next call, unwanted members, and those to be carried."""
@@ -292,11 +299,10 @@ class Groups:
             return None
         bound, group = self.staleness, self._ready[0]
         if bound is not None:
-            group = min(self._ready, key=lambda each: self._find_due_version(each, bound))
-            due = self._find_due_version(group, bound)
-            dues = self._find_due_versions(bound)
-            earlier = [each for each in dues if each < due]
-            if not self._are_in_time(dues, earlier, self.consumed + 1, bound):
+            dues = self._find_dues(bound)
+            group = min(self._ready, key=dues.__getitem__)
+            earlier = [due for due in dues.values() if due < dues[group]]
+            if not bound.are_in_time(earlier, self.consumed + 1):
                 return None
         self._ready.remove(group)
         self.consumed += 1
@@ -354,27 +360,14 @@ class Groups:
 
     def _is_takeable(self, group: MemberGroup, bound: Staleness) -> bool:
         """Whether a group, and all that are under way, can be taken before they are too old."""
-        due = _get_version(group) + bound.most
-        dues = [due, *self._find_due_versions(bound)]
-        later = [each for each in dues if each >= due]
-        return due >= self._version() and self._are_in_time(dues, later, self.consumed, bound)
+        due, others = _get_version(group) + bound.most, self._find_dues(bound).values()
+        return due >= self._version() and bound.are_in_time([due, *others], self.consumed)
 
-    def _are_in_time(
-        self, dues: Sequence[int], among: Sequence[int], taken: int, bound: Staleness
-    ) -> bool:
-        """Whether groups with these due versions can be taken by then, as far as `among` goes."""
-        return all(
-            sum(other <= each for other in dues) <= bound.count_taken_by(each) - taken
-            for each in {*among}
-        )
-
-    def _find_due_versions(self, bound: Staleness) -> list[int]:
-        return [self._find_due_version(group, bound) for group in (*self.open, *self._ready)]
-
-    def _find_due_version(self, group: MemberGroup, bound: Staleness) -> int:
-        """The last version to take a group at; now, where an earlier process delivered it."""
-        now = self._version()
-        return now if group.was_delivered else max(_get_version(group) + bound.most, now)
+    def _find_dues(self, bound: Staleness) -> dict[MemberGroup, int]:
+        """The last version to take each group at; now, where an earlier process delivered it."""
+        now, groups = self._version(), (*self.open, *self._ready)
+        late = {each: max(_get_version(each) + bound.most, now) for each in groups}
+        return {each: now if each.was_delivered else due for each, due in late.items()}
 
 
 def _get_version(group: MemberGroup) -> int:

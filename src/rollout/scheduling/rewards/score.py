@@ -129,7 +129,8 @@ class RewardCall:
             KeyboardInterrupt: Ctrl-C reached the function.
         """
         answer = self._explain_cancelled() if self._is_over else await self._ask()
-        _end_cancelled(self._ended)
+        if self.is_group:
+            _end_cancelled(self._ended)
         failure = answer if isinstance(answer, Ending) else None
         rewards = [None] * len(self._ended) if isinstance(answer, Ending) else answer
         for trajectory, reward in zip(self._ended.values(), rewards, strict=True):
