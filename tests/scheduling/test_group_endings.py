@@ -142,20 +142,6 @@ def test_interrupt_of_a_surplus_member_passes_to_the_caller() -> None:
         trio.run(act, clock=MockClock(autojump_threshold=0))
 
 
-async def test_members_that_fail_while_they_are_carried_count_for_the_call_that_takes_them_on(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    prompts = Counted({})
-    async with rollout.open_rollout(config(agent="fails_later")) as runtime:
-        policy = GroupPolicy(oversample=21.0, surplus="carry")
-        await runtime.collect(prompts, 2, policy=policy)
-        caplog.clear()
-        await anyio.sleep(100.0)
-        with pytest.raises(LimitExceeded, match=r"17 of 17 .*\n.*the judge is gone"):
-            await runtime.collect(prompts, 40)
-    assert "the judge is gone" in caplog.text
-
-
 async def test_members_that_end_while_they_are_carried_are_in_metrics_of_the_next_call() -> None:
     @rollout.register_agent("rests")
     class Rests(AgentLoop):

@@ -87,7 +87,7 @@ class Call(ABC):
         self.has_ended = anyio.Event()
         self._config, self._tally = scheduler.config.scheduling, scheduler.tally
         self._bad = BadEndings(self._tally, self._config, count)
-        self._met_deadline = self._is_cancelled = False
+        self._met_deadline = False
         #: Groups that are complete and not judged; and calls of group rewards.
         self._judging = 0
         self._rewards: dict[MemberGroup, anyio.CancelScope] = {}
@@ -199,7 +199,6 @@ class Call(ABC):
     def cancel(self, uid: str | None, member: int | None, reason: str) -> int:
         """Cancel the members that match; all of them: nothing further starts either."""
         if uid is None and member is None:
-            self._is_cancelled = True
             self.groups.stop()
         members = [*self.list_members(), *self.list_unrewarded()]
         chosen = [each for each in members if each.can_cancel(uid, member)]
@@ -334,19 +333,11 @@ class Call(ABC):
         self.scheduler.count_end(member, trajectory)
         if not (is_wanted and self.is_list and self.waits_for_group):
             self.scheduler.tell_end(member, trajectory)
-        self._count(trajectory, is_wanted=is_wanted)
-        return is_wanted and self.groups.can_judge(group)
-
-    def _count(self, trajectory: Trajectory, *, is_wanted: bool = True) -> None:
-        """Note a trajectory in the counts of the call, which ends where too many have failed.
-
-        Args:
-            is_wanted: Whether it counts for `scheduling.max_failures`: it is no surplus.
-        """
         self.selection.note_end(trajectory)
         self._bad.add(trajectory, is_wanted=is_wanted)
         if is_wanted:
             self._check_failures(trajectory)
+        return is_wanted and self.groups.can_judge(group)
 
     def _check_failures(self, trajectory: Trajectory) -> None:
         """End the call where more have failed than may, now that this one has ended."""

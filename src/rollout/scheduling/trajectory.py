@@ -327,15 +327,15 @@ def _decide_cancelled(run: TrajectoryRun) -> Ending:
 
 
 def _runs_again(run: TrajectoryRun, ending: Ending) -> bool:
-    """Whether the member gets another attempt, within its time."""
+    """Whether the member gets another attempt."""
     most = run.services.config.scheduling.max_retries
-    may_run = run.attempt <= most and not run.clock.is_over
-    if ending.outcome is not Outcome.FAILED or run.member.is_ending or not may_run:
+    if ending.outcome is not Outcome.FAILED or run.attempt > most:
         return False
     sandbox = run.context.state.used_sandbox
     has_lost_sandbox = sandbox is not None and isinstance(sandbox.failure, SandboxLost)
     is_lost = ending.reason == ENGINE or (ending.reason == SANDBOX and has_lost_sandbox)
-    return is_lost or run.member.group.refill_failed
+    is_over = run.member.is_ending or run.clock.is_over
+    return is_lost or (run.member.group.refill_failed and not is_over)
 
 
 def _make_trajectory(run: TrajectoryRun, ending: Ending) -> Trajectory:
