@@ -87,7 +87,7 @@ class Call(ABC):
         self.has_ended = anyio.Event()
         self._config, self._tally = scheduler.config.scheduling, scheduler.tally
         self._bad = BadEndings(self._tally, self._config, count)
-        self._met_deadline = False
+        self._met_deadline = self._is_cancelled = False
         #: Groups that are complete and not judged; and calls of group rewards.
         self._judging = 0
         self._rewards: dict[MemberGroup, anyio.CancelScope] = {}
@@ -199,6 +199,7 @@ class Call(ABC):
     def cancel(self, uid: str | None, member: int | None, reason: str) -> int:
         """Cancel the members that match; all of them: nothing further starts either."""
         if uid is None and member is None:
+            self._is_cancelled = True
             self.groups.stop()
         members = [*self.list_members(), *self.list_unrewarded()]
         chosen = [each for each in members if each.can_cancel(uid, member)]

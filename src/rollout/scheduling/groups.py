@@ -98,7 +98,6 @@ class Groups:
         open: Those that are under way, in the order in which they were adopted.
         counts: Groups by what became of them.
         consumed: Groups that the consumer has taken.
-        is_stopped: Whether it adopts nothing more, though there may be more.
     """
 
     def __init__(
@@ -120,14 +119,14 @@ class Groups:
         self._refused_in_a_row = 0
         #: Why the first of those that `max_refused` counts was refused; empty where none was.
         self._first_refusal = ""
-        self.is_stopped = self._has_all_prompts = self._has_logged_late = False
+        self._is_stopped = self._has_all_prompts = self._has_logged_late = False
 
     # What it wants.
 
     @property
     def wants_group(self) -> bool:
         """Whether one more group is to be adopted."""
-        if self.is_stopped or self._has_all_prompts or self.is_complete:
+        if self._is_stopped or self._has_all_prompts or self.is_complete:
             return False
         under_way = len(self.open) + len(self._ready)
         if self.wanted is not None:
@@ -146,7 +145,7 @@ class Groups:
     @property
     def waits_for(self) -> str:
         """A message where nothing may start before the weights are newer; else empty."""
-        is_idle = not (self.open or self._ready or self.is_stopped)
+        is_idle = not (self.open or self._ready or self._is_stopped)
         if not is_idle or self.staleness is None or self.wants_group:
             return ""
         return WAITS_FOR_VERSION % self.consumed
@@ -162,7 +161,7 @@ class Groups:
         groups, found = self.wanted, self.consumed + len(self._ready)
         if groups is not None and found >= groups:
             return True
-        if self.is_stopped or self._has_all_prompts:
+        if self._is_stopped or self._has_all_prompts:
             return not self.open
         is_full = groups is not None and found + self.counts["dropped"] >= self._most_at_once
         return is_full and not self.open
@@ -194,7 +193,7 @@ class Groups:
 
     def stop(self) -> None:
         """Adopt nothing more; what runs comes to its end."""
-        self.is_stopped = True
+        self._is_stopped = True
 
     def stop_pulling(self) -> None:
         """There are no more prompts; what is open comes to its end."""

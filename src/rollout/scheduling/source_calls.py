@@ -285,7 +285,7 @@ class SourceCall(Call):
         is_short = found < wanted - self.groups.counts["dropped"]
         if self._met_deadline and (is_short or self._config.on_deadline == "raise"):
             return self.deadline.error()
-        if is_short and self.source.is_over and not self.groups.is_stopped:
+        if is_short and self.source.is_over and not self._is_cancelled:
             return SourceEnded(f"the source ended: {found} of {wanted} groups")
         return None
 
