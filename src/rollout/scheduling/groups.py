@@ -119,7 +119,7 @@ class Groups:
         self._refused_in_a_row = 0
         #: Why the first of those that `max_refused` counts was refused; empty where none was.
         self._first_refusal = ""
-        self._is_stopped = self._has_all_prompts = self._has_logged_late = False
+        self._is_stopped = self._has_all_prompts = False
 
     # What it wants.
 
@@ -307,9 +307,10 @@ class Groups:
         self._ready.remove(group)
         self.consumed += 1
         age = self._version() - _get_version(group)
-        if bound is not None and age > bound.most and not self._has_logged_late:
-            self._has_logged_late = True
-            logger.warning(IS_LATE, age, bound.most, bound.per_step)
+        if bound is not None and age > bound.most:
+            self.counts["late"] += 1
+            if self.counts["late"] == 1:
+                logger.warning(IS_LATE, age, bound.most, bound.per_step)
         return group
 
     def take_back(self, groups: Sequence[MemberGroup]) -> None:
