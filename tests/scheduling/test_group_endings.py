@@ -36,17 +36,6 @@ class EndsBadly(AgentLoop):
         await context.generate()
 
 
-@rollout.register_agent("fails_later")
-class FailsLater(AgentLoop):
-    """Generates; prompts below p40 fail 50 seconds later."""
-
-    async def run(self, context: AgentContext) -> None:
-        await context.generate()
-        if int(str(context.prompt.uid)[1:]) < 40:
-            await anyio.sleep(50.0)
-            raise RuntimeError("the judge is gone")
-
-
 async def test_collect_surplus_that_fails_when_it_is_cancelled_does_not_end_the_call(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -100,6 +89,14 @@ async def test_collect_members_that_are_restarted_cost_no_budget_of_failures() -
         assert batch.metrics["groups/refilled"] == 32
         with pytest.raises(LimitExceeded, match=r"17 of 17 .*\n.*17 × RuntimeError: the sandbox"):
             await runtime.collect(prompts, 40, policy=policy)
+
+
+async def test_members_that_fail_when_their_time_is_over_are_not_run_again() -> None:
+    policy = GroupPolicy(refill_failed=True, group_s=10.0)
+    async with rollout.open_rollout(config(agent="ends_badly")) as runtime:
+        batch = await runtime.collect(source(), 1, policy=policy)
+    assert [(t.outcome, t.metrics["attempts"]) for t in batch.trajectories] == [("failed", 1)]
+    assert batch.metrics["groups/refilled"] == 0
 
 
 @pytest.mark.parametrize("what", ["refuses", "raises"])
