@@ -170,8 +170,8 @@ def _(patch: pytest.MonkeyPatch) -> None:
     real = trajectory_module._runs_again
     retried: set[int] = set()
 
-    def runs_again(services: Any, run: TrajectoryRun, ending: Any) -> bool:
-        if real(services, run, ending) or id(run.member) not in retried:
+    def runs_again(run: TrajectoryRun, ending: Any) -> bool:
+        if real(run, ending) or id(run.member) not in retried:
             retried.add(id(run.member))
             return True
         return False

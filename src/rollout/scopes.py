@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
 
-def unwrap_group(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first exception of a group, however deep; an ordinary one before a cancellation."""
-    return find_exception(group, Exception) or find_exception(group) or group
+def unwrap_group(error: BaseException) -> BaseException:
+    """The first exception of a group, however deep, an ordinary one before others; or the error."""
+    return find_exception(error, Exception) or find_exception(error) or error
 
 
 def find_exception(

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from rollout import GroupPolicy, Outcome, Prompt, Trajectory
 from rollout.scheduling.groups import Groups, Staleness
 from rollout.scheduling.members import GROUP_S, Member, MemberGroup
-from rollout.scheduling.selection import mean_length
 from rollout.seeds import Identity
 
 MEMBERS = 3
-#: How many groups a call wants, how many members of each, its policy, and restarts of a member.
-Wanted = tuple[int | None, int, GroupPolicy, int]
+#: How many groups a call wants, how many members of each, and its policy.
+Wanted = tuple[int | None, int, GroupPolicy]
 
 
 class World:
@@ -42,12 +41,11 @@ class World:
             group.waiting.append(member_of(group, member))
 
     def call(self, wanted: Wanted, moves: int, bound: Staleness | None = None) -> None:
-        how_many, members, policy, refills = wanted
+        how_many, members, policy = wanted
         groups = Groups(
             how_many,
             members,
             policy,
-            refills=refills,
             staleness=bound,
             version=lambda: self.version,
         )
@@ -136,7 +134,6 @@ WANTED = st.tuples(
         surplus=st.sampled_from(["cancel", "carry"]),
         on_group_deadline=st.sampled_from(["keep", "drop", "refill"]),
     ),
-    st.integers(0, 2),
 )
 
 #: Of the weights, between two calls.
@@ -162,7 +159,7 @@ def test_groups_staleness_of_what_is_taken_is_within_its_bound(
     seed: int, most: int, per_step: int, moves: int
 ) -> None:
     bound = Staleness(most=most, per_step=per_step, start=0)
-    World(seed).call((None, MEMBERS, GroupPolicy(), 0), moves, bound)
+    World(seed).call((None, MEMBERS, GroupPolicy()), moves, bound)
 
 
 @given(
@@ -186,9 +183,3 @@ def test_groups_staleness_of_what_earlier_calls_left_is_within_its_bound(
         world.version += updates
         kept = Counter(group.number for group in world.kept)
         assert kept + world.ends == Counter(range(world.pulled))
-
-
-def test_mean_length_counts_those_that_were_cut_as_longer() -> None:
-    assert mean_length([(10, False), (20, False)]) == 15
-    assert mean_length([(10, False), (10, True), (30, False)]) == 10 + 20 * 2 / 3
-    assert mean_length([]) == 0

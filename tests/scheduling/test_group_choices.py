@@ -438,17 +438,6 @@ async def test_time_that_the_runtime_sleeps_is_not_a_groups_own() -> None:
     assert [t.outcome for t in found[0].trajectories] == [Outcome.COMPLETED] * 2
 
 
-class Busy(AgentLoop):
-    """Works for 30 s before it generates."""
-
-    async def run(self, context: AgentContext) -> None:
-        await anyio.sleep(30.0)
-        await context.generate()
-
-
-rollout.register_agent("busy_before_its_turn")(Busy)
-
-
 class Uneven(AgentLoop):
     """Generates, and where its member's number is odd works on for 30 s."""
 
@@ -458,25 +447,6 @@ class Uneven(AgentLoop):
 
 
 rollout.register_agent("odd_ones_are_slow")(Uneven)
-
-
-@pytest.mark.parametrize(("group_s", "outcome"), [(12.0, "completed"), (8.0, "deadline")])
-async def test_time_that_the_runtime_sleeps_is_not_a_groups_own_while_its_agents_work(
-    group_s: float, outcome: str
-) -> None:
-    found: list[Any] = []
-    async with rollout.open_rollout(config(agent="busy_before_its_turn")) as runtime:
-
-        async def take() -> None:
-            found.append(await runtime.collect(source(), 1, policy=GroupPolicy(group_s=group_s)))
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(take)
-            await anyio.sleep(1.0)
-            await runtime.sleep()
-            await anyio.sleep(20.0)
-            await runtime.wake_up()
-    assert [t.outcome for t in found[0].trajectories] == [outcome]
 
 
 async def test_member_that_waits_for_a_place_ends_with_its_groups_time() -> None:

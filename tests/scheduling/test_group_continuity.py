@@ -181,7 +181,9 @@ def test_resumed_stream_that_was_left_pulls_nothing_before_its_consumer_wants_mo
     run_virtual(lambda: act(4))
     before = list(found)
     run_virtual(lambda: act(6))
-    assert found == [*before, ["p8", "p9"], ["p10", "p11"]]
+    assert found[:4] == before
+    # Those of one step end in the same moment.
+    assert list(map(sorted, found[4:])) == [["p8", "p9"], ["p10", "p11"]]
 
 
 def test_resumed_collect_whose_group_is_refused_now_takes_another(tmp_path: Path) -> None:

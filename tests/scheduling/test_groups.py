@@ -416,7 +416,8 @@ async def test_collect_failed_member_is_restarted_alone() -> None:
     )
     async with rollout.open_rollout(failing) as runtime:
         batch = await runtime.collect(prompts(1), 1)
-        assert runtime.statistics().outcomes == {"completed": 3, "failed": 1}
+        assert runtime.statistics().outcomes == {"completed": 3}
+    assert [t.metrics["attempts"] for t in batch.trajectories] == [1, 2, 1]
     assert tries == {0: 1, 1: 2, 2: 1}
     assert [str(t.outcome) for t in batch.trajectories] == ["completed"] * 3
     assert batch.metrics["groups/refilled"] == 1

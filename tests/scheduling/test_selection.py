@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tracemalloc
 from typing import Any
 
@@ -12,7 +11,7 @@ from test_groups import config, prompts
 import rollout
 from rollout import Group, GroupPolicy, Outcome, Trajectory
 from rollout.config import LimitsConfig
-from rollout.scheduling.selection import Selection, mean_length
+from rollout.scheduling.selection import Selection
 from rollout.testing import Scenario
 from slow_cases import slow_but
 
@@ -130,9 +129,15 @@ def test_selection_of_a_long_stream_takes_no_more_memory_than_there_are_lengths(
         tracemalloc.stop()
 
 
-def test_mean_length_goes_on_as_an_exponential_where_the_longest_was_cut_off() -> None:
-    assert mean_length([(10, False), (20, True)]) == 10 + 10 / 2 + 20 / 2 / math.log(2)
-    assert mean_length([(10, True), (20, True)]) == math.inf
+def test_selection_bias_counts_those_that_were_cut_off_as_longer() -> None:
+    selection = Selection()
+    taken = Trajectory(uid="p", group=0, member=0, outcome=Outcome.COMPLETED)
+    assert "selection/length_bias" not in selection.metrics()
+    selection.note_cut_off(20)
+    selection.note_accepted([taken])
+    assert "selection/length_bias" not in selection.metrics()  # all were cut off
+    selection.note_end(taken)
+    assert selection.metrics([10])["selection/length_bias"] == 0.0
 
 
 @pytest.mark.parametrize("has_both", [False, True])

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import attrs
 
-from rollout.types import Outcome
+from rollout.types import Cause, Outcome
 
 
 @attrs.frozen(kw_only=True)
 class Ending:
-    """An outcome that is settled before the agent returns."""
+    """How a trajectory ends, and the root cause of a failure."""
 
     outcome: Outcome
     reason: str
     limit_source: str | None = None
+    cause: Cause | None = None
+
+    @classmethod
+    def fail(cls, reason: str, error: BaseException) -> Ending:
+        """Return a failure by what was raised."""
+        return cls(outcome=Outcome.FAILED, reason=reason, cause=Cause.of(error))
 
 
 class RejectedPrompt(Exception):

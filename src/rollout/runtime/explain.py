@@ -116,7 +116,7 @@ def _agent_waits(run: TrajectoryRun, now: float) -> Iterator[Wait]:
 def _own_code_wait(run: TrajectoryRun, now: float) -> Wait:
     since = max(run.started, run.context.state.find_idle_since())
     place = run.code.place()
-    return Wait("code", now - since, run.what, note=f"at {place}" if place else "")
+    return Wait("code", now - since, run.code.what, note=f"at {place}" if place else "")
 
 
 def _describe_replica(replica: ReplicaStatistics) -> str:

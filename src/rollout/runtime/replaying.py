@@ -22,18 +22,14 @@ from rollout.errors import AgentError, ConfigError, EngineError, ToolError
 from rollout.interactions import InteractionRegistry
 from rollout.journal.index import JournalIndex, read_journal
 from rollout.journal.replay_log import ReplayLog
+from rollout.limits import Clock
 from rollout.observe.tally import Tally
 from rollout.runtime.gateway_opening import serve_gateway
 from rollout.runtime.opening import list_stop_tokens, make_executor
 from rollout.scheduling.members import Member, MemberGroup, cancel_members
 from rollout.scheduling.rewards.score import Rewarding
 from rollout.scheduling.tokenization import TokenizationCheck
-from rollout.scheduling.trajectory import (
-    TrajectoryRun,
-    TrajectoryRunner,
-    limit_trajectory,
-    run_trajectory,
-)
+from rollout.scheduling.trajectory import TrajectoryRunner, limit_trajectory, run_trajectory
 from rollout.seeds import Identity
 from rollout.tools import Tool, ToolContext, ToolSession
 from rollout.worker_threads import WorkerThreads
@@ -220,8 +216,8 @@ async def _run(
         rewarding=Rewarding(services),
         tokens=TokenizationCheck(mode, ignored),
     )
-    deadline = limit_trajectory(config.limits, record.prompt)
-    trajectory = await run_trajectory(runner, TrajectoryRun(services.containment, member, deadline))
+    member.clock = Clock(limit_trajectory(config.limits, record.prompt))
+    trajectory = await run_trajectory(runner, member)
     log.compare(trajectory)
     return Replayed(record, trajectory, log.steps, log.departure, log.is_beyond)
 

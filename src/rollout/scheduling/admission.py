@@ -119,12 +119,10 @@ class AdmissionController:
 
     Attributes:
         most: Never more than this; also the start, and the number while nothing is in flight.
-        least: Never fewer than this, so that a batch always progresses.
         allowed: The number now.
     """
 
     most: int
-    least: int = 1
     allowed: int = attrs.field(init=False)
     #: The last observations: loads by replica, and what trajectories had done.
     _window: deque[tuple[Mapping[str, EngineLoad], Progress]] = attrs.field(
@@ -180,7 +178,7 @@ class AdmissionController:
             if fitting >= self.most:
                 self._release()
             else:
-                self.allowed = max(fitting, self.least)
+                self.allowed = max(fitting, 1)  # so that a batch always progresses
 
     def _learn(self, running: float, kv_used: float, in_flight: int) -> float:
         """Average what is measured over a lifetime; the lifetimes since the last observation."""

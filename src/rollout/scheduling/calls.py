@@ -8,7 +8,6 @@ some, and gives out those that are accepted.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from contextlib import asynccontextmanager
 from functools import partial
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
 
 #: The error of calls that were running when the runtime was closed.
 CLOSED_MEANWHILE = "the runtime was closed while this call was running"
-#: While engines pause, a group's deadline moves: it is looked at as often at most.
-LEAST_WAIT_S = 0.01
 
 
 class Call(ABC):
@@ -85,7 +82,7 @@ class Call(ABC):
         self.name, self.step, self.number, self.began = name, step, 0, anyio.current_time()
         self.scheduler, self.groups, self.deadline = scheduler, groups, deadline
         self.waits_for_group = scheduler.rewards_groups or not self.is_list
-        self.selection = Selection(by_group=scheduler.rewards_groups)
+        self.selection = Selection()
         self.failure: BaseException | None = None
         self.is_leaving = self.is_ending = self.is_closed = False
         self.has_ended = anyio.Event()
@@ -155,7 +152,7 @@ class Call(ABC):
         call_limit.set(None)  # where a tool makes this call, its limit is none of the members'
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._guard, self._watch_deadlines)
+                tasks.start_soon(self._guard, self._watch_deadline)
                 tasks.start_soon(self._guard, self._admit)
                 while not self._is_done:
                     await self.scheduler.wait_change()
@@ -259,7 +256,6 @@ class Call(ABC):
             recorded = self.scheduler.log.find_trajectory(member)
             if recorded is not None:
                 await anyio.lowlevel.checkpoint()
-                member.refills = self.groups.refills
                 self._tally.add_calls(recorded.metrics)
                 await self.finish_member(member, recorded, is_unstarted=True)
             elif await self.scheduler.take_slot(member):
@@ -277,7 +273,6 @@ class Call(ABC):
         if group.deadline is None and group_s is not None:
             paused_s = self.scheduler.engines.paused_s()
             group.deadline = Deadline.after(group_s, GROUP_S).later(-paused_s)
-            self.scheduler.change()  # for `_end_late_groups`
         if member.is_finished:  # it was carried, and ended while it waited here
             self.scheduler.release_slot(member)
             return
@@ -296,36 +291,15 @@ class Call(ABC):
         ending = explain_cut(member, member.deadline_met or self.deadline)
         await self.finish_member(member, make_unstarted(member, ending), is_unstarted=True)
 
-    async def _watch_deadlines(self) -> None:
-        """End what runs when the call's time is over, and the agents of a group at its own."""
-        pause_s = 0.0
-        while (now := anyio.current_time()) < self.deadline.at:
-            first = self._end_late_groups(now)
-            until = min(self.deadline.at, max(first, now + pause_s))
-            with anyio.CancelScope(deadline=until) as scope:
-                await self.scheduler.wait_change()
-            pause_s = LEAST_WAIT_S if scope.cancelled_caught else 0.0
+    async def _watch_deadline(self) -> None:
+        """End what runs when the call's time is over."""
+        with anyio.CancelScope(deadline=self.deadline.at):
+            await anyio.sleep_forever()
         self._met_deadline = True
         self.groups.stop()
         left = [*self.list_members(), *self.list_unrewarded()]
         cancel_members([m for m in left if m.cancel_reason is None], deadline=self.deadline)
         self.scheduler.change()
-
-    def _end_late_groups(self, now: float) -> float:
-        """End the agents of groups whose own time is over; when the next one's will be."""
-        first = math.inf
-        for group in self.groups.open if self.groups.policy.group_s is not None else ():
-            if group.deadline is None:
-                continue
-            deadline = group.deadline.later(self.scheduler.engines.paused_s())
-            if deadline.at > now:
-                first = min(first, deadline.at)
-                continue
-            group.deadline_met = deadline
-            members = [m for m in (*group.running, *group.waiting) if m.deadline_met is None]
-            agents = [member for member in members if member.concluding_since is None]
-            cancel_members(agents, deadline=deadline)
-        return first
 
     # Ends of members.
 
@@ -348,8 +322,11 @@ class Call(ABC):
         """Count an outcome, and write it to the journal; whether its group is to be judged now."""
         group = member.group
         member.concluding_since = anyio.current_time()
-        is_surplus, again = group.is_complete, self.groups.record_end(member, trajectory)
-        is_wanted = not is_surplus and again is None
+        is_wanted = not group.is_complete
+        self.groups.record_end(member, trajectory)
+        if group.is_overdue:  # what waits for a slot ends with those that had one
+            cancel_members(group.waiting, deadline=group.deadline)
+            self.scheduler.change()
         if trajectory.limit_source == self.deadline.source:
             self._met_deadline = True
             if self._config.on_deadline == "drop":
@@ -360,20 +337,11 @@ class Call(ABC):
         self.scheduler.count_end(member, trajectory)
         if not (is_wanted and self.is_list and self.waits_for_group):
             self.scheduler.tell_end(member, trajectory)
-        self._count(trajectory, is_wanted=is_wanted)
-        return is_wanted and self.groups.can_judge(group)
-
-    def _count(self, trajectory: Trajectory, *, is_wanted: bool) -> None:
-        """Note a trajectory in the counts of the call, which ends where too many have failed.
-
-        Args:
-            is_wanted: Whether it may be taken, and counts for `scheduling.max_failures`: it is no
-                surplus, and not restarted.
-        """
         self.selection.note_end(trajectory)
         self._bad.add(trajectory, is_wanted=is_wanted)
         if is_wanted:
             self._check_failures(trajectory)
+        return is_wanted and self.groups.can_judge(group)
 
     def _check_failures(self, trajectory: Trajectory) -> None:
         """End the call where more have failed than may, now that this one has ended."""
@@ -417,13 +385,14 @@ class Call(ABC):
     async def _reward(self, group: MemberGroup, wanted: dict[Member, Trajectory]) -> bool:
         """Ask for a group's reward, if it needs one; False where the call ends before that."""
         before = {member: each.outcome for member, each in group.ended.items()}
-        if self._wants_reward(group, wanted):
+        function = self.scheduler.rewarding.group
+        if function is not None and self._wants_reward(group, wanted):
             if self.is_ending:
                 return False
             with anyio.CancelScope() as scope:
                 self._rewards[group] = scope
                 try:
-                    await self.scheduler.rewarding.reward_group(wanted)
+                    await self.scheduler.rewarding.reward(function, wanted)
                 finally:
                     del self._rewards[group]
             if scope.cancelled_caught:

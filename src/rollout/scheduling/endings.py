@@ -13,7 +13,7 @@ from rollout.chat.transcript import Transcript
 from rollout.errors import LimitExceeded
 from rollout.plurals import count
 from rollout.scheduling.rewards.functions import GROUP, SINGLE
-from rollout.types import Cause, Outcome
+from rollout.types import Outcome
 
 if TYPE_CHECKING:
     from rollout.config import SchedulingConfig
@@ -49,12 +49,10 @@ def exclude(trajectory: Trajectory) -> None:
         segment.reward = segment.token_rewards = None
 
 
-def end_without_reward(
-    trajectory: Trajectory, outcome: Outcome, reason: str, source: str | None, cause: Cause | None
-) -> None:
-    """Give an outcome to a trajectory whose reward is unknown: it keeps its tokens, untrained."""
-    trajectory.outcome, trajectory.reason = outcome, reason
-    trajectory.limit_source, trajectory.cause = source, cause
+def end_without_reward(trajectory: Trajectory, ending: Ending) -> None:
+    """End a trajectory whose reward is unknown: it keeps its tokens, untrained."""
+    trajectory.outcome, trajectory.reason = ending.outcome, ending.reason
+    trajectory.limit_source, trajectory.cause = ending.limit_source, ending.cause
     exclude(trajectory)
 
 
@@ -66,7 +64,7 @@ def explain_cut(member: Member, deadline: Deadline) -> Ending:
     return Ending(outcome=error.outcome, reason=error.reason, limit_source=error.source)
 
 
-def make_unstarted(member: Member, ending: Ending, cause: Cause | None = None) -> Trajectory:
+def make_unstarted(member: Member, ending: Ending) -> Trajectory:
     """Make the trajectory of a member whose agent never ran: an outcome and no tokens."""
     return Trajectory(
         uid=member.identity.uid,
@@ -76,7 +74,7 @@ def make_unstarted(member: Member, ending: Ending, cause: Cause | None = None) -
         outcome=ending.outcome,
         reason=ending.reason,
         limit_source=ending.limit_source,
-        cause=cause,
+        cause=ending.cause,
         trainable=False,
         extra=dict(member.prompt.extra),
         prompt=member.prompt,
@@ -96,36 +94,31 @@ class BadEndings:
         self._ended = 0
         #: How many failed, by cause, of those that count for `scheduling.max_failures`.
         self._failures: Counter[str] = Counter()
-        self._counts: dict[Outcome, Counter[_Cause]] = {
-            Outcome.REJECTED: Counter(),
-            Outcome.FAILED: Counter(),
-        }
-        #: Of each cause the first trajectory in the order of the prompts, and what it says.
-        self._first: dict[_Cause, tuple[int, int, str]] = {}
+        self._counts: Counter[_Cause] = Counter()
+        #: Of each cause, what the first trajectory says.
+        self._first: dict[_Cause, str] = {}
 
     def add(self, trajectory: Trajectory, *, is_wanted: bool = True, is_new: bool = True) -> None:
         """Count one that has ended, if it failed or was rejected.
 
         Args:
-            is_wanted: Whether it counts for `scheduling.max_failures`, and is not just logged: it
-                is no surplus, and not restarted.
+            is_wanted: Whether it counts for `scheduling.max_failures`: it is no surplus.
             is_new: Whether it was not counted before; else it has failed since.
         """
         outcome = trajectory.outcome
         self._ended += is_wanted and is_new
-        if outcome not in self._counts:
-            return
-        key: _Cause = (outcome, trajectory.reason, "")  # rejections: one line for each reason
         if outcome is Outcome.FAILED:
-            key = (outcome, trajectory.reason, _describe_cause(trajectory))
+            key: _Cause = (outcome, trajectory.reason, describe_cause(trajectory))
             self._failures[key[2]] += is_wanted
-        self._counts[outcome][key] += 1
-        place = (trajectory.group, trajectory.member)
-        first = self._first.get(key)
-        if first is None and len(self._first) < LISTED_CAUSES:
-            logger.info("%s; others of this cause are counted", describe_ending(trajectory))
-        if first is None or place < first[:2]:
-            self._first[key] = (*place, describe_ending(trajectory))
+        elif outcome is Outcome.REJECTED:
+            key = (outcome, trajectory.reason, "")  # one line for each reason
+        else:
+            return
+        self._counts[key] += 1
+        if key not in self._first:
+            self._first[key] = describe_ending(trajectory)
+            if len(self._first) <= LISTED_CAUSES:
+                logger.info("%s; others of this cause are counted", self._first[key])
 
     @property
     def are_too_many(self) -> bool:
@@ -158,30 +151,26 @@ class BadEndings:
 
         And what else would pass in silence, once in the runtime.
         """
-        self._hint_at_agents()
         _hint_at_tools(self._tally)
-        for outcome, counts in self._counts.items():
-            rest = counts.copy()
-            for at, (key, number) in enumerate(counts.most_common()):
-                is_listed = outcome is Outcome.REJECTED or at < LISTED_CAUSES
-                if is_listed or key[1] == UNRESPONSIVE:  # each of these is named
-                    logger.warning("%s (%s)", self._first[key][2], count(number, "trajectory"))
-                    del rest[key]
-            if rest:
-                causes = count(len(rest), "further cause")
-                logger.warning("%s failed of %s", count(rest.total(), "trajectory"), causes)
-
-    def _hint_at_agents(self) -> None:
-        """Log the agents that never had the model generate, which are no others' failures."""
-        failed = self._counts[Outcome.FAILED]
-        for key in [key for key in failed if key[1] == NEVER_GENERATED]:
-            number, (_, _, first) = failed.pop(key), self._first.pop(key)
-            self._tally.hint(
-                key[2],
-                f"{first}. So ended {number:,} of {count(self._ended, 'trajectory')}; nothing is "
-                f"learned from them. An agent has the model generate by `await context.generate()`"
-                f", or by requests to its task's `base_url` with its `api_key`.",
-            )
+        listed, rest = 0, Counter[_Cause]()
+        for key, number in self._counts.most_common():
+            outcome, reason, cause = key
+            if reason == NEVER_GENERATED:  # it says what agents do, and is no other's failure
+                self._tally.hint(
+                    cause,
+                    f"{self._first[key]}. So ended {number:,} of "
+                    f"{count(self._ended, 'trajectory')}; nothing is learned from them. An agent "
+                    f"has the model generate by `await context.generate()`, or by requests to its "
+                    f"task's `base_url` with its `api_key`.",
+                )
+            elif outcome is Outcome.FAILED and reason != UNRESPONSIVE and listed == LISTED_CAUSES:
+                rest[key] = number
+            else:  # each that is unresponsive is named
+                listed += outcome is Outcome.FAILED
+                logger.warning("%s (%s)", self._first[key], count(number, "trajectory"))
+        if rest:
+            causes = count(len(rest), "further cause")
+            logger.warning("%s failed of %s", count(rest.total(), "trajectory"), causes)
 
 
 def _hint_at_tools(tally: Tally) -> None:
@@ -221,6 +210,6 @@ def describe_ending(first: Trajectory) -> str:
     return f"{what}: {cause.type}({cause.message!r:.{SHOWN_CHARACTERS}})"
 
 
-def _describe_cause(trajectory: Trajectory) -> str:
-    cause = trajectory.cause
-    return trajectory.reason if cause is None else f"{cause.type}: {cause.message}"
+def describe_cause(ended: Trajectory | Ending) -> str:
+    """Say what something failed of."""
+    return ended.reason if ended.cause is None else f"{ended.cause.type}: {ended.cause.message}"

@@ -11,14 +11,14 @@ import attrs
 
 from rollout.config.group_policy import GroupPolicy
 from rollout.errors import LimitExceeded
-from rollout.scheduling.members import GROUP_S, Member, MemberGroup
-from rollout.scheduling.rewards.functions import SINGLE
+from rollout.scheduling.members import GROUP_S, MemberGroup
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rollout.chat.trajectory import Trajectory
+    from rollout.scheduling.members import Member
 
 logger = logging.getLogger("rollout.scheduling")
 
@@ -65,6 +65,13 @@ class Staleness:
         """Groups that the consumer takes until the end of that version."""
         return (version + 1 - self.start) * self.per_step
 
+    def are_in_time(self, dues: Sequence[int], taken: int) -> bool:
+        """Whether groups with these last versions can be taken by then, after `taken` others."""
+        return all(
+            taken + sum(other <= due for other in dues) <= self.count_taken_by(due)
+            for due in {*dues}
+        )
+
 
 class Leftovers(NamedTuple):
     """What a call leaves: groups for the next call, unwanted members, and those to be carried."""
@@ -87,7 +94,6 @@ class Groups:
     Attributes:
         wanted: How many groups the call wants; None: as many as its consumer takes.
         members: How many members of each.
-        refills: How often a failed member is restarted.
         staleness: How old what it takes may be; None: as old as it is.
         open: Those that are under way, in the order in which they were adopted.
         counts: Groups by what became of them.
@@ -100,12 +106,11 @@ class Groups:
         members: int,
         policy: GroupPolicy | None = None,
         *,
-        refills: int = 0,
         staleness: Staleness | None = None,
         version: Callable[[], int] = lambda: 0,
     ) -> None:
         self.wanted, self.members, self.policy = wanted, members, policy or GroupPolicy()
-        self.refills, self.staleness, self._version = refills, staleness, version
+        self.staleness, self._version = staleness, version
         self.open: dict[MemberGroup, None] = {}
         self.counts: Counter[str] = Counter()
         self.consumed = 0
@@ -114,7 +119,7 @@ class Groups:
         self._refused_in_a_row = 0
         #: Why the first of those that `max_refused` counts was refused; empty where none was.
         self._first_refusal = ""
-        self._is_stopped = self._has_all_prompts = self._has_logged_late = False
+        self._is_stopped = self._has_all_prompts = False
 
     # What it wants.
 
@@ -187,7 +192,7 @@ class Groups:
         )
 
     def stop(self) -> None:
-        """Adopt nothing more, and restart nothing; what runs comes to its end."""
+        """Adopt nothing more; what runs comes to its end."""
         self._is_stopped = True
 
     def stop_pulling(self) -> None:
@@ -237,29 +242,18 @@ class Groups:
         member.group.waiting.remove(member)
         member.group.running.append(member)
 
-    def record_end(self, member: Member, trajectory: Trajectory) -> Member | None:
-        """Note that a member has ended; return the one that replaces it, where it had failed.
-
-        A replaced member does not count; the other one is admitted next.
-        """
+    def record_end(self, member: Member, trajectory: Trajectory) -> None:
+        """Note that a member has ended."""
         group = member.group
         group.forget(member)
+        if group.refill_failed:
+            self.counts["refilled"] += int(trajectory.metrics.get("attempts", 1)) - 1
         if group.is_complete:
-            return None
-        # Where only the reward failed the tokens are good, and `rewards.retries` has called again.
-        failed = trajectory.outcome is Outcome.FAILED and trajectory.reason != SINGLE
-        if failed and not self._is_stopped and member.refills < self.refills:
-            refills = member.refills + 1
-            again = Member(member.prompt, member.identity, group, refills=refills, log=member.log)
-            group.waiting.append(again)
-            self._with_waiting.appendleft(group)
-            self.counts["refilled"] += 1
-            return again
+            return
         group.ended[member] = trajectory
         # What an earlier process delivered is what its caller has, whatever ended its members.
         if trajectory.limit_source == GROUP_S and not group.was_delivered:
             group.is_overdue = True
-        return None
 
     def can_judge(self, group: MemberGroup) -> bool:
         """Whether a group can be judged: its wanted members, or its own time, have ended."""
@@ -305,18 +299,18 @@ class Groups:
             return None
         bound, group = self.staleness, self._ready[0]
         if bound is not None:
-            group = min(self._ready, key=lambda each: self._find_due_version(each, bound))
-            due = self._find_due_version(group, bound)
-            dues = self._find_due_versions(bound)
-            earlier = [each for each in dues if each < due]
-            if not self._are_in_time(dues, earlier, self.consumed + 1, bound):
+            dues = self._find_dues(bound)
+            group = min(self._ready, key=dues.__getitem__)
+            earlier = [due for due in dues.values() if due < dues[group]]
+            if not bound.are_in_time(earlier, self.consumed + 1):
                 return None
         self._ready.remove(group)
         self.consumed += 1
         age = self._version() - _get_version(group)
-        if bound is not None and age > bound.most and not self._has_logged_late:
-            self._has_logged_late = True
-            logger.warning(IS_LATE, age, bound.most, bound.per_step)
+        if bound is not None and age > bound.most:
+            self.counts["late"] += 1
+            if self.counts["late"] == 1:
+                logger.warning(IS_LATE, age, bound.most, bound.per_step)
         return group
 
     def take_back(self, groups: Sequence[MemberGroup]) -> None:
@@ -367,27 +361,14 @@ class Groups:
 
     def _is_takeable(self, group: MemberGroup, bound: Staleness) -> bool:
         """Whether a group, and all that are under way, can be taken before they are too old."""
-        due = _get_version(group) + bound.most
-        dues = [due, *self._find_due_versions(bound)]
-        later = [each for each in dues if each >= due]
-        return due >= self._version() and self._are_in_time(dues, later, self.consumed, bound)
+        due, others = _get_version(group) + bound.most, self._find_dues(bound).values()
+        return due >= self._version() and bound.are_in_time([due, *others], self.consumed)
 
-    def _are_in_time(
-        self, dues: Sequence[int], among: Sequence[int], taken: int, bound: Staleness
-    ) -> bool:
-        """Whether groups with these due versions can be taken by then, as far as `among` goes."""
-        return all(
-            sum(other <= each for other in dues) <= bound.count_taken_by(each) - taken
-            for each in {*among}
-        )
-
-    def _find_due_versions(self, bound: Staleness) -> list[int]:
-        return [self._find_due_version(group, bound) for group in (*self.open, *self._ready)]
-
-    def _find_due_version(self, group: MemberGroup, bound: Staleness) -> int:
-        """The last version to take a group at; now, where an earlier process delivered it."""
-        now = self._version()
-        return now if group.was_delivered else max(_get_version(group) + bound.most, now)
+    def _find_dues(self, bound: Staleness) -> dict[MemberGroup, int]:
+        """The last version to take each group at; now, where an earlier process delivered it."""
+        now, groups = self._version(), (*self.open, *self._ready)
+        late = {each: max(_get_version(each) + bound.most, now) for each in groups}
+        return {each: now if each.was_delivered else due for each, due in late.items()}
 
 
 def _get_version(group: MemberGroup) -> int:

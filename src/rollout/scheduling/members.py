@@ -24,7 +24,6 @@ class Member:
     """One trajectory to be run, from admission to its outcome.
 
     Attributes:
-        refills: How often it was restarted because it had failed.
         log: Its part of the journal, a `TrajectoryLog`; None where there is none.
         running: Its `TrajectoryRun`, or the `RewardCall` of its reward, while there is one.
         slot_wait: What ends its wait for a slot.
@@ -42,7 +41,6 @@ class Member:
     prompt: Prompt
     identity: Identity
     group: MemberGroup
-    refills: int = 0
     log: Any = None
     running: Any = None
     slot_wait: anyio.CancelScope | None = None
@@ -80,12 +78,6 @@ class Member:
         """Whether a cancellation of this prompt and member, None for all, is still to reach it."""
         is_meant = uid in (None, self.identity.uid) and member in (None, self.identity.member)
         return is_meant and self.cancel_reason is None
-
-    def begin_agent(self, run: Any) -> None:
-        """Note an attempt, which ends at once where its group's time is over already."""
-        self.concluding_since = None
-        self.deadline_met = self.deadline_met or self.group.deadline_met
-        self.set_running(run)
 
     def set_running(self, running: Any) -> None:
         """Note what is cancelled with the member from now on; at once where that is ending."""
@@ -129,7 +121,7 @@ class RecordedGroup(NamedTuple):
 
 @attrs.define(eq=False)
 class MemberGroup:
-    """A prompt, and its members: each that counts is in `waiting`, `running`, `ended` or `between`.
+    """A prompt, and its members: each that counts is in `waiting`, `running` or `ended`.
 
     Attributes:
         number: Its number among the prompts of its call, or among all that the runtime pulled.
@@ -141,12 +133,11 @@ class MemberGroup:
         waiting: Not admitted, or carried.
         running: Admitted and not ended.
         ended: With their trajectories, in the order in which they did.
-        between: Ended while no call had the group; the next one notes them.
         call: The call that has it; None while it is a leftover.
+        refill_failed: Whether members of it that fail run again.
         source: The `PromptSource` that gave it, until a call adopts it.
         is_shared: Whether several members begin with its prompt.
         deadline: Its own in this call, less the time for which engines had paused until then.
-        deadline_met: That, once it is over.
         is_overdue: Whether that has ended a member.
         result: What its consumer gets, once it is judged.
         delivery: Number of the journal's record that this call gives it to its caller; 0: none.
@@ -161,12 +152,11 @@ class MemberGroup:
     waiting: list[Member] = attrs.field(factory=list)
     running: list[Member] = attrs.field(factory=list)
     ended: dict[Member, Trajectory] = attrs.field(factory=dict)
-    between: dict[Member, Trajectory] = attrs.field(factory=dict)
     call: Any = None
+    refill_failed: bool = False
     source: Any = None
     is_shared: bool = False
     deadline: Deadline | None = None
-    deadline_met: Deadline | None = None
     is_overdue: bool = False
     result: Group | None = None
     delivery: int = 0
@@ -184,7 +174,7 @@ class MemberGroup:
     @property
     def is_begun(self) -> bool:
         """Whether any member of it has been admitted."""
-        return bool(self.running or self.ended or self.between) or self.is_carried
+        return bool(self.running or self.ended) or self.is_carried
 
     @property
     def is_sampled(self) -> bool:
@@ -213,8 +203,9 @@ class MemberGroup:
     def join(self, call: Any) -> None:
         """Give the group to this call, in which it has no deadline yet."""
         self.call, self.source, self.delivery = call, None, 0
-        self.deadline, self.deadline_met, self.is_overdue = None, None, False
-        for member in (*self.waiting, *self.ended, *self.between):
+        self.refill_failed = call.groups.policy.refill_failed
+        self.deadline, self.is_overdue = None, False
+        for member in (*self.waiting, *self.ended):
             member.batch = call.number  # what becomes of it does so in this call
         for member in self.ended:
             member.deadline_met = None  # it was that of an earlier call

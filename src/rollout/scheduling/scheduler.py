@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from rollout.agents.ending import Ending
+from rollout.limits import Clock
 from rollout.scheduling.arguments import check_prompt
 from rollout.scheduling.endings import CLOSED, LOST, make_unstarted
 from rollout.scheduling.members import MemberGroup, cancel_members
 from rollout.scheduling.sources import PromptSource
-from rollout.scheduling.trajectory import TrajectoryRun, limit_trajectory, run_trajectory
+from rollout.scheduling.trajectory import limit_trajectory, run_trajectory
 from rollout.scheduling.trajectory_events import emit_ended
 from rollout.types import Outcome, name_prompt
 
@@ -141,22 +142,26 @@ class Scheduler:
 
     def run_member(self, member: Member) -> None:
         """Start a member, which has a slot, or let a carried one continue; its time begins now."""
-        deadline = limit_trajectory(self.config.limits, member.prompt)
+        of_group = member.group.deadline
+        if of_group is not None:
+            of_group = of_group.later(self.engines.paused_s())
+        deadline = limit_trajectory(self.config.limits, member.prompt, of_group)
         if member.is_carried:
             assert member.clock is not None
             member.is_carried = False
             member.clock.continue_carried(deadline)
             self.tally.carried -= 1
+            if member.clock.is_over:  # its group's time was over while it waited
+                cancel_members([member], deadline=deadline)
         else:
             self.live[member] = None
-            run = TrajectoryRun(self.containment, member, deadline)
-            self.start(lambda: self._run_member(run), member.identity.uid)
+            member.clock = Clock(deadline, self.containment.clock)
+            self.start(lambda: self._run_member(member), member.identity.uid)
 
-    async def _run_member(self, run: TrajectoryRun) -> None:
+    async def _run_member(self, member: Member) -> None:
         """Run a member to its trajectory, have its call take that, and free the slot."""
-        member = run.member
         try:
-            trajectory = await run_trajectory(self._runner, run)
+            trajectory = await run_trajectory(self._runner, member)
             if member.group.call is None:
                 self._finish_between_calls(member, trajectory)
             else:
@@ -178,7 +183,7 @@ class Scheduler:
     def _finish_between_calls(self, member: Member, trajectory: Trajectory) -> None:
         """Note the end of a member whose group no call has."""
         member.group.forget(member)
-        member.group.between[member] = trajectory
+        member.group.ended[member] = trajectory
         if not self.rewards_groups:
             self.log.note_ends({member: trajectory})
         self.count_end(member, trajectory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from array import array
 from collections import Counter
@@ -94,61 +95,53 @@ class Selection:
       groups that were taken; of all that ended by themselves; of those and of all that were cut
       off (cancelled, carried, or ended by a deadline of the call or the group), as far as they had
       come; while the call is open, what runs is like what was cut off;
-    * ``selection/reward/{accepted,finished}``: mean known rewards; where groups have a reward, of
-      those in groups that have it;
+    * ``selection/reward/{accepted,finished}``: mean known rewards of those, in groups that are
+      complete;
     * ``selection/length_bias``: the mean length of those taken ÷ an estimate of the mean that all
-      would have had, those that were cut off included; below 1 where short answers are preferred.
-      Absent where all were cut off.
+      would have had: all tokens ÷ the trajectories that ended by themselves, which is the most
+      likely mean where lengths are exponential. Below 1 where short answers are preferred; absent
+      where all were cut off.
 
     `Groups.count` has the further ``groups/…``: what became of groups at the end of the call; what
     had finished and was not taken is carried.
-
-    Args:
-        by_group: Whether rewards are known only once those of groups are.
     """
 
-    def __init__(self, *, by_group: bool = False) -> None:
-        self._by_group = by_group
-        #: How many ended, or were cut off, at each length: a stream may have millions.
-        self._lengths: Counter[tuple[int, bool]] = Counter()
-        self._accepted: Counter[tuple[int, bool]] = Counter()
-        #: Of the accepted and of all finished ones: known rewards, and how many there are.
-        self._rewards = {"accepted": (0.0, 0), "finished": (0.0, 0)}
+    def __init__(self) -> None:
+        #: Of each mean the sum, and how many there are.
+        self._sums: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
 
     def note_end(self, trajectory: Trajectory) -> None:
         """One has ended, by itself or because it was not wanted any more."""
-        if trajectory.outcome in (Outcome.FAILED, Outcome.REJECTED):
-            return
-        is_cut = is_cut_off(trajectory)
-        self._lengths[trajectory.generated_length, is_cut] += 1
-        if not is_cut and not self._by_group:
-            self._add_reward("finished", trajectory)
+        if trajectory.outcome not in (Outcome.FAILED, Outcome.REJECTED):
+            self._add("length/started", trajectory.generated_length)
+            if not is_cut_off(trajectory):
+                self._add("length/finished", trajectory.generated_length)
 
     def note_rewards(self, trajectories: Iterable[Trajectory]) -> None:
-        """These have the reward of their group, if there is any."""
-        for trajectory in trajectories if self._by_group else ():
+        """The group of these is complete, and has its reward, if there is any."""
+        for trajectory in trajectories:
             if not is_cut_off(trajectory):
-                self._add_reward("finished", trajectory)
+                self._add("reward/finished", trajectory.reward)
 
     def note_cut_off(self, length: int | None) -> None:
         """One is carried to another call at this length, and would have become longer.
 
         None: its agent had ended.
         """
-        if length is not None:
-            self._lengths[length, True] += 1
+        self._add("length/started", length)
 
     def note_accepted(self, trajectories: Iterable[Trajectory]) -> None:
         """These are taken."""
         for trajectory in trajectories:
             if trajectory.outcome not in (Outcome.FAILED, Outcome.REJECTED):
-                self._accepted[trajectory.generated_length, False] += 1
-                self._add_reward("accepted", trajectory)
+                self._add("length/accepted", trajectory.generated_length)
+                self._add("reward/accepted", trajectory.reward)
 
-    def _add_reward(self, name: str, trajectory: Trajectory) -> None:
-        if trajectory.reward is not None and math.isfinite(trajectory.reward):
-            total, known = self._rewards[name]
-            self._rewards[name] = total + trajectory.reward, known + 1
+    def _add(self, name: str, value: float | None) -> None:
+        if value is not None and math.isfinite(value):
+            self._sums[name] += value  # type: ignore[assignment]  # a sum of floats
+            self._counts[name] += 1
 
     def metrics(self, running: Iterable[int | None] = ()) -> dict[str, float]:
         """The numbers; see the class.
@@ -156,48 +149,15 @@ class Selection:
         Args:
             running: Lengths so far of those that run, as of `note_cut_off`.
         """
-        found = {}
-        started = self._lengths + Counter((each, True) for each in running if each is not None)
-        finished = Counter({key: number for key, number in started.items() if not key[1]})
-        lengths = {"accepted": self._accepted, "finished": finished, "started": started}
-        for name, counts in lengths.items():
-            if counts:
-                total = sum(length * number for (length, _), number in counts.items())
-                found[f"selection/length/{name}"] = total / counts.total()
-        for name, (reward, known) in self._rewards.items():
-            if known:
-                found[f"selection/reward/{name}"] = reward / known
-        mean = mean_length(started)
-        if mean and math.isfinite(mean) and self._accepted:
+        now = copy.deepcopy(self)
+        for length in running:
+            now.note_cut_off(length)
+        sums, counts = now._sums, now._counts
+        found = {f"selection/{name}": sums[name] / counts[name] for name in sorted(counts)}
+        if counts["length/finished"] and counts["length/accepted"] and sums["length/started"]:
+            mean = sums["length/started"] / counts["length/finished"]
             found["selection/length_bias"] = found["selection/length/accepted"] / mean
         return found
-
-
-def mean_length(lengths: Iterable[tuple[int, bool]]) -> float:
-    """The mean of lengths of which some are only known to be longer than they are here.
-
-    The product-limit estimate (Kaplan and Meier 1958): the area under the share that is still
-    running at each length. Where the longest one was cut off a share is left there, and nothing is
-    known of what it would have done; it continues as an exponential that has the same share left at
-    that length (Brown, Hollander and Korwar 1974).
-
-    Args:
-        lengths: Each with whether it was cut off there; or how many there are of each.
-
-    Returns:
-        Infinity where all were cut off; 0 where there is none.
-    """
-    counts = Counter(lengths)
-    mean, share, before, left, is_cut = 0.0, 1.0, 0, counts.total(), False
-    for (length, is_cut), count in sorted(counts.items()):
-        mean += share * (length - before)
-        before = length
-        if not is_cut:
-            share *= 1 - count / left
-        left -= count
-    if not is_cut:
-        return mean
-    return math.inf if share == 1.0 else mean + share * before / -math.log(share)
 
 
 def is_cut_off(trajectory: Trajectory) -> bool:

@@ -145,10 +145,8 @@ class SourceCall(Call):
         self._make_members(group)
         group.join(self)
         self.groups.adopt(group)
-        between, group.between = group.between, {}
-        for member, trajectory in between.items():  # they were counted when they ended
-            is_wanted = self.groups.record_end(member, trajectory) is None
-            self._count(trajectory, is_wanted=is_wanted)
+        for trajectory in group.ended.values():
+            self.selection.note_end(trajectory)
         if self.groups.can_judge(group):
             self._start_judging(group)
         return True
@@ -315,7 +313,6 @@ def _make_groups(
         wanted,
         policy.members or samples,
         policy,
-        refills=config.max_retries if policy.refill_failed else 0,
         staleness=staleness,
         version=lambda: engines.weight_version,
     )

@@ -30,7 +30,7 @@ from rollout.errors import (
     TemplateError,
     ToolError,
 )
-from rollout.limits import AGENT_TIMEOUT, AGENT_TIMEOUT_S, Clock, Deadline
+from rollout.limits import AGENT_TIMEOUT, AGENT_TIMEOUT_S, Deadline
 from rollout.observe.user_spans import enter_trajectory
 from rollout.scheduling.endings import (
     CLOSED,
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 
     from rollout.agents.agent_loop import Registered
     from rollout.config import LimitsConfig
-    from rollout.containment import Containment
     from rollout.scheduling.members import Member
     from rollout.types import Prompt
 
@@ -64,13 +63,16 @@ ENGINE, SANDBOX = "engine", "sandbox"
 _NO_COUNTS: Mapping[str, float] = {}
 
 
-def limit_trajectory(limits: LimitsConfig, prompt: Prompt) -> Deadline:
-    """Make the deadline of a trajectory that starts, or continues, now: of two, the earlier."""
-    deadline = Deadline.after(limits.trajectory_s, "limits.trajectory_s")
+def limit_trajectory(
+    limits: LimitsConfig, prompt: Prompt, of_group: Deadline | None = None
+) -> Deadline:
+    """Make the deadline of a trajectory that starts, or continues, now: of all, the earliest."""
     own = prompt.extra.get(AGENT_TIMEOUT_S)
-    if own is None:
-        return deadline
-    return min(deadline, Deadline.after(own, AGENT_TIMEOUT), key=lambda each: each.at)
+    deadlines = [] if of_group is None else [of_group]
+    deadlines.append(Deadline.after(limits.trajectory_s, "limits.trajectory_s"))
+    if own is not None:
+        deadlines.append(Deadline.after(own, AGENT_TIMEOUT))
+    return min(deadlines, key=lambda each: each.at)
 
 
 @attrs.frozen(kw_only=True)
@@ -86,27 +88,23 @@ class TrajectoryRun:
     """The state of a trajectory while it runs: its present attempt, and sums of those before.
 
     Args:
-        deadline: The trajectory's own.
+        member: It has its clock.
 
     Attributes:
         started: When the first attempt began, on the loop's clock.
         attempt: The number of the present one, from 1.
-        what: Its agent, for messages.
         context, code: Its agent's, once that runs.
-        cause: Root cause of its failure.
         stuck: Clean-up that did not end.
         restarts, counts: Of the attempts before, for the metrics.
     """
 
-    def __init__(self, containment: Containment, member: Member, deadline: Deadline) -> None:
-        self.containment, self.member = containment, member
-        self.clock = member.clock = Clock(deadline, containment.clock)
-        self.started = containment.clock()
+    def __init__(self, services: Services, member: Member) -> None:
+        assert member.clock is not None
+        self.services, self.member, self.clock = services, member, member.clock
+        self.started = self.clock.now()
         self.attempt = 1
-        self.what = ""
         self.context: AgentContext
         self.code: Contained[None]
-        self.cause: Cause | None = None
         self.stuck: tuple[UnresponsiveError, ...] = ()
         self.restarts: tuple[str, ...] = ()
         self.counts = _NO_COUNTS
@@ -132,32 +130,31 @@ class TrajectoryRun:
         self.counts = _sum_counts(self, discarded_tokens=self.tokens)
         self.restarts += self.context.state.restarts
         self.attempt += 1
-        self.cause, self.stuck = None, ()
+        self.stuck = ()
 
 
-async def run_trajectory(runner: TrajectoryRunner, run: TrajectoryRun) -> Trajectory:
+async def run_trajectory(runner: TrajectoryRunner, member: Member) -> Trajectory:
     """Run a member from its admission to its outcome; its trajectory says what happened to it.
 
     The agent runs in a task of its own, within the trajectory's limits. It runs again, from the
-    start, where its engine failed a request or its sandbox was lost; of a lost replica, whose
-    requests resume elsewhere, it learns nothing. Then how it ended is judged, and the reward is
-    called, while the sandbox is still open.
+    start, where its engine failed a request or its sandbox was lost, and with `refill_failed` where
+    it failed otherwise; of a lost replica, whose requests resume elsewhere, it learns nothing. Then
+    how it ended is judged, and the reward is called, while the sandbox is still open.
 
     Cancellation ends the agent or the reward, bounded, and passes through.
     """
-    services, member = runner.services, run.member
+    services, run = runner.services, TrajectoryRun(runner.services, member)
     while True:
         if services.events.is_on:
             emit_started(services.events, member, run.attempt, run.started)
         try:
-            agent, run.context = _open_context(services, run)
+            agent, run.context = _open_context(run)
         except RejectedPrompt as error:
-            ending = Ending(outcome=Outcome.REJECTED, reason=error.reason)
-            return make_unstarted(member, ending, Cause.of(error))
+            return make_unstarted(member, _reject(error))
         try:
-            await _run_agent(services, run, agent)
-            ending, cause = _decide_outcome(run)
-            if find_class(agent)._may_run_again and _runs_again(services, run, ending):
+            await _run_agent(run, agent)
+            ending = _decide_outcome(run)
+            if find_class(agent)._may_run_again and _runs_again(run, ending):
                 run.begin_again()
                 continue
             if member.deadline_met is not None and member.deadline_met.source == GROUP_S:
@@ -166,9 +163,9 @@ async def run_trajectory(runner: TrajectoryRunner, run: TrajectoryRun) -> Trajec
             if ending.outcome in COMPARED:
                 drift, fault = await runner.tokens.check(run.context)
                 if fault is not None:
-                    ending = Ending(outcome=Outcome.FAILED, reason="tokenization")
                     cause = Cause(type=TemplateError.__qualname__, message=fault)
-            trajectory = _make_trajectory(run, ending, cause)
+                    ending = Ending(outcome=Outcome.FAILED, reason="tokenization", cause=cause)
+            trajectory = _make_trajectory(run, ending)
             if drift is not None:
                 trajectory.metrics[f"{DRIFT}{drift}"] = 1
             trainable = services.config.scheduling.trainable
@@ -185,13 +182,13 @@ async def run_trajectory(runner: TrajectoryRunner, run: TrajectoryRun) -> Trajec
                 await sandbox.close()
 
 
-def _open_context(services: Services, run: TrajectoryRun) -> tuple[Registered, AgentContext]:
+def _open_context(run: TrajectoryRun) -> tuple[Registered, AgentContext]:
     """Find the agent, and make its context.
 
     Raises:
         RejectedPrompt: The prompt names what does not exist, or overrides wrongly.
     """
-    member, config = run.member, services.config
+    member, services, config = run.member, run.services, run.services.config
     prompt, identity = member.prompt, member.identity
     if not prompt.messages:
         raise RejectedPrompt("empty_prompt", "messages: expected at least one message")
@@ -222,22 +219,23 @@ def _rejecting(kind: type[Exception], reason: str, where: str = "") -> Iterator[
         raise RejectedPrompt(reason, f"{where}{error}") from None
 
 
-async def _run_agent(services: Services, run: TrajectoryRun, agent: Registered) -> None:
+async def _run_agent(run: TrajectoryRun, agent: Registered) -> None:
     """Run the agent to its end, and close its tools; cancelling the member ends it."""
-    member, context = run.member, run.context
-    run.what = _agent_name(agent)
-    run.code = Contained(run.containment, run.what, activity=context.identity)
+    member, context, services = run.member, run.context, run.services
+    name = _agent_name(agent)
+    run.code = Contained(services.containment, name, activity=context.identity)
     run.clock.govern(run.code.scope)
-    member.begin_agent(run)
+    member.concluding_since = None
+    member.set_running(run)
     try:
         await run.code.run(partial(_agent_task, agent, context))
     finally:
         run.clock.release()
-        member.running, member.concluding_since = None, run.containment.clock()
+        member.running, member.concluding_since = None, run.clock.now()
         for name in [each for each in vars(context) if hasattr(AgentContext, each)]:
             delattr(context, name)  # the agent has put something in the place of a method
         if run.code.error is not None:
-            run.cause = _settle_failure(context, run.code.error)
+            _settle_failure(context, run.code.error)
         await _close(run)
         unnamed = [each for each in run.stuck if each is not run.unresponsive]
         services.tally.unresponsive += (run.unresponsive is not None) + len(unnamed)
@@ -273,22 +271,23 @@ def _agent_name(agent: Registered) -> str:
     return f"agent {getattr(agent, '__name__', name)}"
 
 
-def _settle_failure(context: AgentContext, error: BaseException) -> Cause | None:
-    """Settle the outcome of an agent that raised; return the root cause, unless it is known."""
-    leaf = unwrap_group(error) if isinstance(error, BaseExceptionGroup) else error
+def _settle_failure(context: AgentContext, error: BaseException) -> None:
+    """Settle the outcome of an agent that raised, unless one is: of a limit that fired before."""
+    state, leaf = context.state, unwrap_group(error)
     if isinstance(leaf, LimitExceeded):
-        context.end(leaf.outcome, leaf.reason, limit_source=leaf.source)
-        return None
-    if context.state.ending is not None or isinstance(leaf, UnresponsiveError):
-        return None  # the agent raised its own error for a limit that fired, or was stopped
-    if isinstance(leaf, RejectedPrompt):
-        context.end(Outcome.REJECTED, leaf.reason)
-    else:
-        context.end(Outcome.FAILED, leaf.reason if isinstance(leaf, EngineError) else "agent")
-    return Cause.of(leaf)
+        state.end(leaf.outcome, leaf.reason, limit_source=leaf.source)
+    elif state.ending is None and isinstance(leaf, RejectedPrompt):
+        state.ending = _reject(leaf)
+    elif state.ending is None and not isinstance(leaf, UnresponsiveError):
+        reason = leaf.reason if isinstance(leaf, EngineError) else "agent"
+        state.ending = Ending.fail(reason, leaf)
 
 
-def _decide_outcome(run: TrajectoryRun) -> tuple[Ending, Cause | None]:
+def _reject(error: RejectedPrompt) -> Ending:
+    return Ending(outcome=Outcome.REJECTED, reason=error.reason, cause=Cause.of(error))
+
+
+def _decide_outcome(run: TrajectoryRun) -> Ending:
     """Decide how the attempt ended, by the first of these rules that applies.
 
     Raises:
@@ -299,26 +298,26 @@ def _decide_outcome(run: TrajectoryRun) -> tuple[Ending, Cause | None]:
     if interrupt is not None:
         raise interrupt
     if run.unresponsive is not None:
-        return Ending(outcome=Outcome.FAILED, reason=UNRESPONSIVE), Cause.of(run.unresponsive)
+        return Ending.fail(UNRESPONSIVE, run.unresponsive)
     has_swallowed = run.code.scope.cancel_called and error is None
     if run.code.was_cancelled or has_swallowed:
-        return _decide_cancelled(run), None
+        return _decide_cancelled(run)
     sandbox = context.state.used_sandbox
     if sandbox is not None and sandbox.failure is not None:
-        kind, message = type(sandbox.failure).__qualname__, str(sandbox.failure)
-        return Ending(outcome=Outcome.FAILED, reason=SANDBOX), Cause(type=kind, message=message)
+        cause = Cause(type=type(sandbox.failure).__qualname__, message=str(sandbox.failure))
+        return Ending(outcome=Outcome.FAILED, reason=SANDBOX, cause=cause)
     if context.state.ending is not None:
-        return context.state.ending, run.cause
+        return context.state.ending
     last = None
     if context.cut_by is not None:
         for span in context.transcript.generated_spans():
             last = span.finish_reason
     ending = find_natural_ending(last, context.cut_by)
     if ending.outcome is not Outcome.COMPLETED or run.tokens or run.member.identity.validate:
-        return ending, run.cause
-    message = f"{run.what} returned, and the model generated no token for it"
+        return ending
+    message = f"{run.code.what} returned, and the model generated no token for it"
     cause = Cause(type=AgentError.__qualname__, message=message)
-    return Ending(outcome=Outcome.FAILED, reason=NEVER_GENERATED), cause
+    return Ending(outcome=Outcome.FAILED, reason=NEVER_GENERATED, cause=cause)
 
 
 def _decide_cancelled(run: TrajectoryRun) -> Ending:
@@ -328,16 +327,19 @@ def _decide_cancelled(run: TrajectoryRun) -> Ending:
     return Ending(outcome=Outcome.CANCELLED, reason=CLOSED)  # no limit has ended it
 
 
-def _runs_again(services: Services, run: TrajectoryRun, ending: Ending) -> bool:
+def _runs_again(run: TrajectoryRun, ending: Ending) -> bool:
     """Whether the member gets another attempt."""
+    most = run.services.config.scheduling.max_retries
+    if ending.outcome is not Outcome.FAILED or run.attempt > most:
+        return False
     sandbox = run.context.state.used_sandbox
     has_lost_sandbox = sandbox is not None and isinstance(sandbox.failure, SandboxLost)
     is_lost = ending.reason == ENGINE or (ending.reason == SANDBOX and has_lost_sandbox)
-    is_lost = is_lost and ending.outcome is Outcome.FAILED  # the reason of a cancellation is free
-    return is_lost and run.attempt <= services.config.scheduling.max_retries
+    is_over = run.member.is_ending or run.clock.is_over
+    return is_lost or (run.member.group.refill_failed and not is_over)
 
 
-def _make_trajectory(run: TrajectoryRun, ending: Ending, cause: Cause | None) -> Trajectory:
+def _make_trajectory(run: TrajectoryRun, ending: Ending) -> Trajectory:
     """Make the trajectory of a member whose last attempt has ended.
 
     It fails, and keeps its tokens, where the agent put what is no number into its context's lists.
@@ -355,7 +357,7 @@ def _make_trajectory(run: TrajectoryRun, ending: Ending, cause: Cause | None) ->
         outcome=ending.outcome,
         reason=ending.reason,
         limit_source=ending.limit_source,
-        cause=cause,
+        cause=ending.cause,
         num_turns=context.user_turns + context.assistant_turns + 1,
         metrics=_metrics(run, len(restarts)),
         extra=context.extra,
@@ -368,7 +370,7 @@ def _make_trajectory(run: TrajectoryRun, ending: Ending, cause: Cause | None) ->
         trajectory.turn_scores = _check_numbers("turn_scores", context.turn_scores)
         trajectory.tool_rewards = _check_numbers("tool_rewards", context.tool_rewards)
     except AgentError as error:
-        end_without_reward(trajectory, Outcome.FAILED, "agent", None, Cause.of(error))
+        end_without_reward(trajectory, Ending.fail("agent", error))
     return trajectory
 
 
@@ -419,17 +421,18 @@ def _metrics(run: TrajectoryRun, restarts: int) -> dict[str, float]:
 
 async def _reward(runner: TrajectoryRunner, run: TrajectoryRun, trajectory: Trajectory) -> None:
     """Ask for the reward of a trajectory, or take the one that its agent gave."""
-    own, events, context = run.context.reward, runner.services.events, run.context
-    if runner.rewarding.single is None:
+    own, events, function = run.context.reward, run.services.events, runner.rewarding.single
+    if function is None:
         if own is not None:
             try:
                 apply_reward(trajectory, check_reward_value(own, trajectory, "the agent"))
             except BadRewardError as error:
-                end_without_reward(trajectory, Outcome.FAILED, "reward", None, Cause.of(error))
+                end_without_reward(trajectory, Ending.fail("reward", error))
         return
     if events.is_on:
         enter_trajectory(events, run.member.identity.number)
-    await runner.rewarding.reward(run.member, trajectory, lambda: context.sandbox)
+    sandbox = run.context.sandbox if function.takes_sandbox else None
+    await runner.rewarding.reward(function, {run.member: trajectory}, sandbox)
 
 
 def _add_times(run: TrajectoryRun, trajectory: Trajectory) -> None:
@@ -438,4 +441,4 @@ def _add_times(run: TrajectoryRun, trajectory: Trajectory) -> None:
         trajectory.metrics["sandboxes"] = sandbox.opened
         trajectory.metrics["sandbox_wait_s"] = sandbox.wait_s
     carried_s = 0.0 if ended is None else run.clock.carried_s(ended)
-    trajectory.metrics["total_s"] = run.containment.clock() - run.started - carried_s
+    trajectory.metrics["total_s"] = run.clock.now() - run.started - carried_s

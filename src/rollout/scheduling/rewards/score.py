@@ -11,6 +11,7 @@ import anyio
 import attrs
 import msgspec
 
+from rollout.agents.ending import Ending
 from rollout.agents.services import Services
 from rollout.agents.trajectory_state import UNRESPONSIVE
 from rollout.chat.reward_values import (
@@ -23,7 +24,7 @@ from rollout.chat.trajectory import Group
 from rollout.child_processes import ChildRaisedError
 from rollout.containment import Contained
 from rollout.limits import Deadline
-from rollout.scheduling.endings import end_without_reward, exclude
+from rollout.scheduling.endings import describe_cause, end_without_reward, exclude
 from rollout.scheduling.rewards.functions import LoadedReward
 from rollout.scheduling.rewards.processes import RewardProcesses
 from rollout.scheduling.trajectory_events import emit_rewarded
@@ -31,7 +32,7 @@ from rollout.scopes import find_exception
 from rollout.types import Cause, Outcome, Reward
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from rollout.chat.trajectory import Trajectory
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
@@ -42,26 +43,6 @@ logger = logging.getLogger("rollout.scheduling")
 #: Pauses between retries double up to this.
 MAX_PAUSE_S = 30.0
 LIMIT = "limits.reward_s"
-
-
-@attrs.frozen
-class RewardFailure:
-    """Why a reward is not known: what becomes of the trajectory."""
-
-    outcome: Outcome
-    reason: str
-    source: str | None = None
-    cause: Cause | None = None
-
-    @property
-    def may_pass(self) -> bool:
-        """Whether another call may do better."""
-        has_failed = self.outcome is Outcome.FAILED and self.reason != UNRESPONSIVE
-        return has_failed or self.source == LIMIT
-
-    def __str__(self) -> str:
-        cause = self.cause
-        return self.reason if cause is None else f"{cause.type}: {cause.message}"
 
 
 @attrs.frozen
@@ -80,64 +61,22 @@ class Rewarding:
     processes: RewardProcesses | None = None
 
     async def reward(
-        self, member: Member, trajectory: Trajectory, get_sandbox: Callable[[], TrajectorySandbox]
-    ) -> None:
-        """Call the function of a trajectory; where no reward is learned, its outcome says why.
-
-        Args:
-            member: Whose trajectory it is.
-            get_sandbox: Gives the trajectory's, for a function that names it.
-        """
-        function = self.single
-        assert function is not None
-        sandbox = get_sandbox() if function.takes_sandbox else None
-        await self._reward(function, {member: trajectory}, sandbox)
-
-    async def reward_group(self, ended: Mapping[Member, Trajectory]) -> None:
-        """Call the function of a group for its wanted members.
-
-        Those that are not trainable stand in the group, and get no reward. Where none is learned,
-        the outcome of the others says why.
-        """
-        function = self.group
-        assert function is not None
-        _end_cancelled(ended)
-        if any(trajectory.trainable for trajectory in ended.values()):
-            await self._reward(function, ended)
-
-    async def _reward(
         self,
         function: LoadedReward,
         ended: Mapping[Member, Trajectory],
         sandbox: TrajectorySandbox | None = None,
     ) -> None:
-        """Call a function, and give its rewards, or why there are none, to those trainable."""
-        call, failure = RewardCall(self, function, ended, sandbox), None
-        rewards = await call.run()
-        if function.is_group:
-            _end_cancelled(ended)
-        if isinstance(rewards, RewardFailure):
-            failure, rewards = rewards, [None] * len(ended)
-        for trajectory, reward in zip(ended.values(), rewards, strict=True):
-            if not trajectory.trainable:
-                continue
-            if reward is not None:
-                apply_reward(trajectory, reward)
-            elif failure is None or failure.source == (trajectory.limit_source or ""):
-                exclude(trajectory)  # the group has none for it; or that limit has ended its agent
-            else:
-                why = failure.reason, failure.source, failure.cause
-                end_without_reward(trajectory, failure.outcome, *why)
-            trajectory.metrics[f"{function.what}_s"] = anyio.current_time() - call.since
-        if self.services.events.is_on:
-            emit_rewarded(
-                self.services.events,
-                call.members[0],
-                call.since,
-                None if function.is_group else next(iter(ended.values())).reward,
-                "" if failure is None else str(failure),
-                is_group=function.is_group,
-            )
+        """Call a function for a trajectory, or for the wanted members of a group.
+
+        Those that are not trainable stand in the group, and get no reward. Where none is learned,
+        the outcome of the others says why.
+
+        Args:
+            sandbox: The trajectory's, for a function that names it.
+        """
+        _end_cancelled(ended)
+        if any(trajectory.trainable for trajectory in ended.values()):
+            await RewardCall(self, function, ended, sandbox).run()
 
 
 class RewardCall:
@@ -183,27 +122,55 @@ class RewardCall:
         if self._is_over:
             self._code.cancel()
 
-    async def run(self) -> list[Reward | None] | RewardFailure:
-        """Return the rewards of all trajectories, or why there are none; retry where that helps.
+    async def run(self) -> None:
+        """Give its rewards, or why there are none, to those trainable; retry where that helps.
 
         Raises:
             KeyboardInterrupt: Ctrl-C reached the function.
         """
+        answer = self._explain_cancelled() if self._is_over else await self._ask()
+        if self.is_group:
+            _end_cancelled(self._ended)
+        failure = answer if isinstance(answer, Ending) else None
+        rewards = [None] * len(self._ended) if isinstance(answer, Ending) else answer
+        for trajectory, reward in zip(self._ended.values(), rewards, strict=True):
+            if not trajectory.trainable:
+                continue
+            if reward is not None:
+                apply_reward(trajectory, reward)
+            elif failure is None or failure.limit_source == (trajectory.limit_source or ""):
+                exclude(trajectory)  # the group has none for it; or that limit has ended its agent
+            else:
+                end_without_reward(trajectory, failure)
+            trajectory.metrics[f"{self._function.what}_s"] = anyio.current_time() - self.since
+        if self._services.events.is_on:
+            emit_rewarded(
+                self._services.events,
+                self.members[0],
+                self.since,
+                None if self.is_group else next(iter(self._ended.values())).reward,
+                "" if failure is None else describe_cause(failure),
+                is_group=self.is_group,
+            )
+
+    async def _ask(self) -> list[Reward | None] | Ending:
+        """Return the rewards of all trajectories, or why there are none."""
         settings, pause_s, retries = self._services.config.rewards, 0.0, 0
-        if self._is_over:
-            return self._explain_cancelled()
         while True:
             answer = await self._attempt(pause_s)
-            if not isinstance(answer, RewardFailure):
+            if not isinstance(answer, Ending):
                 return answer
-            self._services.tally.unresponsive += answer.reason == UNRESPONSIVE
-            if not answer.may_pass or self._is_over or retries == settings.retries:
+            is_stuck = answer.reason == UNRESPONSIVE
+            self._services.tally.unresponsive += is_stuck
+            has_failed = answer.outcome is Outcome.FAILED and not is_stuck
+            may_pass = has_failed or answer.limit_source == LIMIT
+            if not may_pass or self._is_over or retries == settings.retries:
                 return answer
-            logger.info("%s: asked again (%s)", self._what, answer)
+            logger.info("%s: asked again (%s)", self._what, describe_cause(answer))
             pause_s = min(2 * pause_s or settings.backoff_s, MAX_PAUSE_S)
             retries += 1
 
-    async def _attempt(self, pause_s: float) -> list[Reward | None] | RewardFailure:
+    async def _attempt(self, pause_s: float) -> list[Reward | None] | Ending:
         """Call the function contained, after a pause."""
         self._deadline = None
         code = self._code = Contained(self._services.containment, self._who, activity=self._what)
@@ -215,7 +182,7 @@ class RewardCall:
             for member in self.members:
                 member.running = None
         if code.unresponsive is not None:
-            return RewardFailure(Outcome.FAILED, UNRESPONSIVE, cause=Cause.of(code.unresponsive))
+            return Ending.fail(UNRESPONSIVE, code.unresponsive)
         raised = code.error
         if raised is None:
             if rewards is None or code.scope.cancel_called:
@@ -225,7 +192,7 @@ class RewardCall:
         if interrupt is not None:
             raise interrupt
         cause = raised.cause if isinstance(raised, ChildRaisedError) else Cause.of(raised)
-        return RewardFailure(Outcome.FAILED, self._function.what, cause=cause)
+        return Ending(outcome=Outcome.FAILED, reason=self._function.what, cause=cause)
 
     async def _call(self, pause_s: float) -> list[Reward | None]:
         if pause_s:
@@ -257,9 +224,10 @@ class RewardCall:
         self._deadline = Deadline.after(self._services.config.limits.reward_s, LIMIT)
         self._code.scope.deadline = self._deadline.at
 
-    def _explain_cancelled(self) -> RewardFailure:
-        if all(member.cancel_reason is not None for member in self.members):
-            return RewardFailure(Outcome.CANCELLED, self.members[0].cancel_reason or "")
+    def _explain_cancelled(self) -> Ending:
+        first = self.members[0].cancel_reason
+        if first is not None and all(each.cancel_reason is not None for each in self.members):
+            return Ending(outcome=Outcome.CANCELLED, reason=first)
         met = (member.deadline_met for member in self.members)
         deadline = next((each for each in met if each is not None), self._deadline)
         assert deadline is not None  # nothing else cancels it
@@ -273,11 +241,17 @@ class RewardCall:
             state = "had not returned"
         error = deadline.error()
         cause = Cause(type=type(error).__qualname__, message=f"{error}: {self._who} {state}")
-        return RewardFailure(Outcome.DEADLINE, self._function.what, deadline.source, cause)
+        return Ending(
+            outcome=Outcome.DEADLINE,
+            reason=self._function.what,
+            limit_source=deadline.source,
+            cause=cause,
+        )
 
 
 def _end_cancelled(ended: Mapping[Member, Trajectory]) -> None:
     """End those that were cancelled while they waited for their reward."""
     for member, trajectory in ended.items():
         if member.cancel_reason is not None and trajectory.trainable:
-            end_without_reward(trajectory, Outcome.CANCELLED, member.cancel_reason, None, None)
+            ending = Ending(outcome=Outcome.CANCELLED, reason=member.cancel_reason)
+            end_without_reward(trajectory, ending)
