@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from rollout.worker_threads import WorkerThreads
 
+# What is imported stays; `pytest_collection_finish` ends this.
+gc.disable()
+
 # Engine children import `fake_core` from here, and find nothing to download anywhere.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -87,7 +90,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
 
 def pytest_collection_finish() -> None:
     """A full collection looks at eight thousand modules by now, for a second: they are rare."""
-    gc.set_threshold(700, 10, 100)
+    gc.set_threshold(10_000, 10, 100)
+    gc.enable()
 
 
 @pytest.fixture
