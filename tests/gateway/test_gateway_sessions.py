@@ -22,20 +22,16 @@ from gateway_clients import (
     user,
 )
 from rollout import Outcome
-from rollout.bridge import wait_future
 from rollout.config import GatewayConfig, LimitsConfig, ModelConfig, RecoveryConfig, SimulatedEngine
 from rollout.gateway.calls import ClientCall, ClientMessage, GatewayError
 from rollout.gateway.gateway import Gateway
-from rollout.gateway.http import ClientLeftError
 from rollout.scopes import open_task_group
 from rollout.testing import Scenario, run_virtual, tool_call
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
     from pathlib import Path
 
     from rollout import AgentContext
-    from rollout.gateway.calls import Completion
     from rollout.gateway.session import GatewaySession
 
 pytestmark = pytest.mark.anyio
@@ -80,28 +76,6 @@ HELLO = Scenario(seed=1).reply("question", filler=40)
 TURNS = Scenario(seed=1).reply("question", "One.", filler=20).then("Two.").then("Three.")
 
 
-async def test_session_identical_parallel_requests_are_samples_of_their_own() -> None:
-    answers = []
-
-    async def trial(session: GatewaySession, context: AgentContext) -> None:
-        async def one() -> None:
-            answers.append((await ask(session, user("question"))).answers[0])
-
-        async with anyio.create_task_group() as tasks:
-            for _ in range(4):
-                tasks.start_soon(one)
-        for answer in reversed(answers):
-            await ask(session, user("question"), echo(answer), user("more"))
-
-    found = await tried(trial, TURNS)
-    assert len({answer.id for answer in answers}) == 4
-    assert len({answer.ids.tobytes() for answer in answers}) == 4
-    assert found.purposes == ["main", "branch", "branch", "branch"]
-    for segment in found.trajectory.segments:
-        kinds = [span.kind for span in segment.transcript.spans]
-        assert kinds == ["prompt", "generated", "observation", "generated"]
-
-
 async def test_session_identical_answers_are_told_apart_by_their_ids() -> None:
     scenario = Scenario(seed=1).reply("question", tool_call("add", a=1, b=1)).then("Done.")
 
@@ -117,34 +91,6 @@ async def test_session_identical_answers_are_told_apart_by_their_ids() -> None:
     found = await tried(trial, scenario)
     assert found.purposes == ["main", "branch", "branch"]
     assert [found.text(at).count("<|im_start|>tool\nof ") for at in range(3)] == [1, 1, 1]
-
-
-async def test_session_undelivered_answer_is_replayed() -> None:
-    async def trial(session: GatewaySession, context: AgentContext) -> None:
-        call = asked(user("question"))
-        first = await session.complete(call)
-        session.mark_lost(first.id)
-        assert await session.complete(call) == first
-        session.mark_lost(first.id)  # the connection broke after its last byte
-        assert await session.complete(call) == first
-        assert await session.complete(call) != first
-
-    found = await tried(trial, HELLO)
-    assert found.purposes == ["main", "branch"]
-
-
-async def test_session_answer_that_comes_as_its_client_leaves_is_replayed() -> None:
-    async def leave(future: Future[Completion]) -> Completion:
-        await wait_future(future)
-        raise ClientLeftError
-
-    async def trial(session: GatewaySession, context: AgentContext) -> None:
-        call = asked(user("question"))
-        with pytest.raises(ClientLeftError):
-            await session.complete(call, leave)
-        await session.complete(call)
-
-    assert (await tried(trial, HELLO)).purposes == ["main"]
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.25])
@@ -195,19 +141,6 @@ async def test_session_generation_cut_before_its_first_token_is_not_trained() ->
     assert found.batch.tensors["trainable"].tolist() == [False, True]
 
 
-async def test_session_samples_of_one_call_are_siblings() -> None:
-    async def trial(session: GatewaySession, context: AgentContext) -> None:
-        completion = await ask(session, user("question"), n=3)
-        assert len({answer.text for answer in completion.answers}) == 3
-        told = user("question"), echo(completion.answers[1]), user("more")
-        await ask(session, *told)
-
-    found = await tried(trial, TURNS)
-    assert found.purposes == ["main", "branch", "branch"]
-    lengths = [len(each.transcript.spans) for each in found.trajectory.segments]
-    assert sorted(lengths) == [2, 2, 4]
-
-
 async def test_session_samples_have_places_and_seeds_in_the_order_of_their_numbers() -> None:
     answers = []
 
@@ -218,25 +151,6 @@ async def test_session_samples_have_places_and_seeds_in_the_order_of_their_numbe
         rows = [each.transcript for each in (await tried(trial, HELLO)).trajectory.segments]
         assert [row.prefix.slice(row.spans[-1].start) for row in rows] == answers[-1]
     assert answers == [answers[0]] * 4
-
-
-async def test_session_fork_trains_each_token_once() -> None:
-    async def trial(session: GatewaySession, context: AgentContext) -> None:
-        first = (await ask(session, user("question"))).answers[0]
-        told = [user("question"), echo(first), user("more")]
-        second = (await ask(session, *told)).answers[0]
-        await ask(session, *told, echo(second), user("most"))
-        await ask(session, *told[:2], user("otherwise"))
-
-    found = await tried(trial, TURNS)
-    main, branch = found.trajectory.segments
-    assert (branch.purpose, branch.parent) == ("branch", (0, main.transcript.spans[1].stop))
-    sampled = sum(
-        len(record.generation.ids)
-        for call in found.recorder.runtimes[0].calls
-        for record in call.all_generations()
-    )
-    assert found.trained() == sampled
 
 
 THINKS = Scenario(seed=1).reply("question", "<think>Hm, so.</think>\n\nYes.").then("No.")
@@ -516,29 +430,6 @@ async def test_session_calls_are_told_as_the_client_wishes() -> None:
     assert "not executed: one call per turn" in found.text(0)
 
 
-async def test_session_sampling_is_the_clients_within_bounds() -> None:
-    async def trial(session: GatewaySession, context: AgentContext) -> None:
-        sampling = {"temperature": 0.5, "max_new_tokens": 5, "top_log_probs": 2}
-        completion = await ask(
-            session, user("question"), sampling=sampling, wants_log_probs=True, wants_ids=True
-        )
-        (answer,) = completion.answers
-        assert (len(answer.ids), answer.finish) == (5, "length")
-        assert [len(each) for each in answer.top_ids] == [2] * 5
-        for wrong in ({"temperature": -1.0}, {"top_p": 7}):
-            with pytest.raises(GatewayError) as caught:
-                await ask(session, user("question"), sampling=wrong)
-            assert (caught.value.status, caught.value.field) == (400, next(iter(wrong)))
-        with pytest.raises(GatewayError, match="expected at least one message"):
-            await ask(session)
-
-    found = await tried(trial, HELLO)
-    (record,) = [
-        record for call in found.recorder.runtimes[0].calls for record in call.all_generations()
-    ]
-    assert (record.sampling.temperature, record.sampling.max_new_tokens) == (0.5, 5)
-
-
 async def test_session_engine_failure_fails_the_trajectory() -> None:
     scenario = HELLO.fault(die_after_tokens=60)
 
@@ -602,37 +493,6 @@ async def test_session_generation_deadline_is_final() -> None:
     limits = LimitsConfig(generation_s=1.0, turn_s=10.0, tool_s=1.0)
     found = (await tried(trial, scenario, limits=limits)).trajectory
     assert (found.outcome, found.limit_source) == (Outcome.DEADLINE, "limits.generation_s")
-
-
-async def test_session_agent_that_asks_for_nothing_has_an_empty_row() -> None:
-    async def trial(session: GatewaySession, context: AgentContext) -> None:
-        pass
-
-    found = await tried(trial, HELLO)
-    assert (found.trajectory.outcome, found.trajectory.reason) == (
-        Outcome.FAILED,
-        "never_generated",
-    )
-    assert found.trained() == 0
-
-
-async def test_sessions_keys_open_their_own_trajectory_only() -> None:
-    async def trial(session: GatewaySession, context: AgentContext) -> None:
-        gateway = Gateway(GatewayConfig())
-        async with gateway.open(context) as one:
-            path, key = one.root_url.rpartition("/")[2], one.api_key
-            assert gateway.authenticate(path, key).path == path
-            async with gateway.open(context) as two:
-                other = two.root_url.rpartition("/")[2]
-                assert two.api_key != key
-                assert refused(gateway, other, key) == (403, "permission")
-            assert refused(gateway, path, "sk-é\udc80") == (401, "authentication")
-            assert refused(gateway, path, "") == (401, "authentication")
-            assert refused(gateway, "nowhere", key) == (404, "not_found")
-            assert refused(gateway, other, two.api_key) == (403, "trajectory_ended")
-        await ask(session, user("question"))
-
-    assert (await tried(trial, HELLO)).trajectory.outcome is Outcome.COMPLETED
 
 
 def refused(gateway: Gateway, path: str, key: str) -> tuple[int, str]:

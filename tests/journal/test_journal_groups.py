@@ -14,7 +14,7 @@ import pytest
 
 import rollout
 from journal_material import add, content, cut, record_ends, records_in
-from rollout import Group, GroupPolicy, Prompt, PromptError, RolloutConfig, Trajectory
+from rollout import Group, GroupPolicy, Prompt, RolloutConfig, Trajectory
 from rollout.config import AgentConfig, JournalConfig, SchedulingConfig
 from rollout.errors import RolloutError, SourceEnded
 from rollout.journal.index import read_journal
@@ -265,12 +265,6 @@ def test_collect_of_refused_groups_is_not_asked_for_again(tmp_path: Path) -> Non
     assert whole.uids == [["p1", "p1", "p2", "p2"]]
     second = run(config_of(path), [0, 1], resume=True)
     assert second.uids == [*whole.uids, ["p3", "p3", "p4", "p4"]]
-
-
-def test_collect_of_a_prompt_that_cannot_be_written_is_refused_by_field(tmp_path: Path) -> None:
-    given = iter([Prompt(messages=[{"role": "user", "content": "go"}], extra={"x": object()})])
-    with pytest.raises(PromptError, match=r"source: prompt 0\.extra\['x'\] is a object; expected"):
-        run(config_of(tmp_path / "journal"), [0], given)
 
 
 def closed_after(seconds: float, config: RolloutConfig, take: Any) -> RolloutError:

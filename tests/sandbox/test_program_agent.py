@@ -431,17 +431,3 @@ async def test_program_agent_dies_with_its_driver() -> None:
     with anyio.fail_after(20):
         while processes_with(token):
             await anyio.sleep(0.05)
-
-
-async def test_program_that_asks_for_nothing_failed_and_has_no_reward() -> None:
-    """Of the real gateway."""
-    pytest.importorskip("h11")
-    register_agent("a_program")(ProgramAgent(["true"]))
-    asked = Prompt(messages=[{"role": "user", "content": "go"}], agent_name="a_program")
-    config = Scenario().config(sandbox=sandboxes("none"))
-    async with rollout.open_rollout(config, reward=lambda trajectory: 0.0) as runtime:
-        batch = await runtime.generate([asked])
-    (trajectory,) = batch.trajectories
-    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "never_generated")
-    assert (trajectory.trainable, trajectory.reward) == (False, None)
-    assert trajectory.extra["program"]["exit_code"] == 0
