@@ -54,8 +54,8 @@ def threads() -> Iterator[WorkerThreads]:
     pool.close()
 
 
-#: Files whose tests start a Ray cluster, measure time, or load large vocabularies: beside
-#: themselves, or each other, they would be slow or wrong.
+#: Files whose tests start a Ray cluster, measure time, or load large vocabularies or packages:
+#: beside themselves, or each other, they would be slow or wrong.
 ALONE = {
     **dict.fromkeys(
         (
@@ -68,6 +68,8 @@ ALONE = {
         ),
         "vocabularies",
     ),
+    "test_gateway_clients.py": "clients",
+    "test_gateway_streaming.py": "clients",
     "test_ray_placement.py": "ray",
     "test_engine_pairs.py": "ray",
     "test_loop_lag.py": "timing",

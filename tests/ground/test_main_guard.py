@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from forked import python_script
 from slow_cases import slow_after, slow_but
 
 pytestmark = pytest.mark.process
@@ -68,9 +70,14 @@ def main():
 GUARD = 'put what the script starts under `if __name__ == "__main__":`'
 
 
-def run(path: Path, what: str, face: str, backend: str, end: str, first: str = "") -> str:
+def write(path: Path, what: str, face: str, backend: str, end: str, first: str = "") -> Path:
     script = path / "train.py"
     script.write_text(SCRIPT.format(what=what, face=face, backend=backend, end=end, first=first))
+    return script
+
+
+def run(*arguments: Any) -> str:
+    script = write(*arguments)
     ran = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False
     )
@@ -104,7 +111,9 @@ def test_script_without_guard_that_hides_the_refusal_names_the_guard_too(
 
 @pytest.mark.parametrize("what", slow_but(["reward", "tool"], "tool"))
 def test_script_with_guard_works(tmp_path: Path, what: str) -> None:
-    said = run(tmp_path, what, "async", "asyncio", "if __name__ == '__main__':\n    main()")
+    script = write(tmp_path, what, "async", "asyncio", "if __name__ == '__main__':\n    main()")
+    ran = python_script(script, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    said, _ = ran.communicate(timeout=60)
     assert "outcome completed 1.0" in said
     assert ("'HI'" in said) == (what == "tool")
 

@@ -22,13 +22,12 @@ from rollout.config import (
     HttpEngine,
     InProcessPlacement,
     LengthsConfig,
-    LocalProcessPlacement,
     ModelConfig,
     RolloutConfig,
     SimulatedEngine,
-    TransformersEngine,
 )
 from rollout.engine.cores.simulated.vocabulary import SPECIAL_TOKENS
+from rollout.engine.cores.transformers import TransformersCore
 from rollout.errors import EngineError
 from rollout.testing import Scenario
 from rollout.tools import ToolResult
@@ -104,14 +103,13 @@ async def look() -> ToolResult:
     return ToolResult("Here:", images=[picture(80, 60)])
 
 
-def config_of(folder: Path, engine: Any, *, agent: str = "tool_agent") -> RolloutConfig:
-    is_embedded = isinstance(engine, TransformersEngine)
+def config_of(folder: Path, engine: Any) -> RolloutConfig:
     return RolloutConfig(
         model=ModelConfig(path=str(folder)),
         engine=engine,
-        placement=LocalProcessPlacement() if is_embedded else InProcessPlacement(),
-        lengths=LengthsConfig(prompt=512, response=768, turn=None if not is_embedded else 12),
-        agent=AgentConfig(name=agent, tool_format="hermes"),
+        placement=InProcessPlacement(),
+        lengths=LengthsConfig(prompt=512, response=768),
+        agent=AgentConfig(name="tool_agent", tool_format="hermes"),
     )
 
 
@@ -211,36 +209,11 @@ async def test_http_servers_are_sent_no_media(folder: Path, api: Any) -> None:
     assert all("image_data" not in body for _, body in server.bodies)
 
 
-@pytest.fixture
-def text_model(tmp_path: Path) -> Path:
-    """A text model beside which somebody left the processor of a vision-language model."""
-    import torch
-    import transformers
-
-    written(tmp_path)
-    ids = {"bos_token_id": 257, "eos_token_id": 258, "pad_token_id": 256}
-    config = transformers.Qwen2Config(**{**vision_models.TEXT, "vocab_size": 272, **ids})
-    torch.manual_seed(3)
-    transformers.Qwen2ForCausalLM(config).save_pretrained(tmp_path)
-    return tmp_path
-
-
-@pytest.mark.parametrize("anyio_backend", ["trio"], indirect=True)
-async def test_embedded_text_model_rejects_media_and_tells_the_model_of_a_tools(
-    text_model: Path,
-) -> None:
-    config = config_of(text_model, TransformersEngine(dtype="float32"), agent="looks_again")
-    image, video, tool = await play(config)
-    said = "transformers takes no {}; it takes text only: the embedded engine computes text only"
-    check_rejected(image, said.format("images"))
-    check_rejected(video, said.format("videos"))
-    check_told(tool, "look: images[0]: " + said.format("images"))
-
-
 @pytest.mark.parametrize("anyio_backend", ["trio"], indirect=True)
 async def test_embedded_engine_refuses_a_model_that_reads_images_by_name(tmp_path: Path) -> None:
     vision_models.save("qwen2_5_vl", tmp_path)
+    core = TransformersCore(model=str(tmp_path))
     said = "qwen2_5_vl reads more than text, which the embedded engine does not; serve it with"
     with pytest.raises(EngineError, match=said):
-        async with rollout.open_rollout(config_of(tmp_path, TransformersEngine())):
-            pytest.fail("opened")
+        await core.start()
+    await core.aclose()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from sandbox_material import (
 
 import rollout
 from fake_gateway import FakeGateway, fake_gateway
+from forked import python_program
 from rollout import (
     AgentError,
     Outcome,
@@ -35,6 +36,7 @@ from rollout import (
     RolloutBatch,
     register_agent,
 )
+from rollout.clocks import monotonic
 from rollout.config import AgentConfig, GatewayConfig, LimitsConfig, SandboxConfig
 from rollout.errors import SandboxUnavailable, SandboxUnsupported
 from rollout.sandbox.local import NoneProvider
@@ -44,9 +46,16 @@ from slow_cases import slow_but
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.usefixtures("own_temporary_directory"),
-    pytest.mark.parametrize("anyio_backend", ["asyncio"]),
     pytest.mark.process,
 ]
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Real time: programs run."""
+    return "asyncio"
+
+
 #: Asks the gateway that its environment names, as an SDK would.
 CLIENT = """
 import json, os, sys, urllib.request
@@ -417,17 +426,20 @@ anyio.run(main)
 """
 
 
-async def test_program_agent_dies_with_its_driver() -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
+    until = monotonic() + 60
+    while not condition():
+        assert monotonic() < until
+        threading.Event().wait(0.05)
+
+
+def test_program_agent_dies_with_its_driver() -> None:
     token = unique_seconds()
     program = DRIVER.format(tests=str(Path(__file__).parents[1]), command=f"sleep {token}")
-    driver = subprocess.Popen([sys.executable, "-c", program])
+    driver = python_program(program)
     try:
-        with anyio.fail_after(60):
-            while not [each for each in processes_with(token) if each.name() == "sleep"]:
-                await anyio.sleep(0.05)
+        wait_until(lambda: any(each.name() == "sleep" for each in processes_with(token)))
     finally:
         driver.send_signal(signal.SIGKILL)
         driver.wait()
-    with anyio.fail_after(20):
-        while processes_with(token):
-            await anyio.sleep(0.05)
+    wait_until(lambda: not processes_with(token))
