@@ -130,12 +130,14 @@ test-clients: $(READY) $(CLIENTS_READY)
 test-loggers: $(READY) $(LOGGERS_READY)
 	$(LOGGERS_BIN)/python -m pytest tests/trace_backends
 
-# Trainers that exist, from the registry, on our engines, each in its environment.
+# Trainers that exist, from the registry, on our engines, each in its environment; and renderers of
+# chats, which verifiers brings along.
 test-trainers: $(READY) $(TRL_READY) $(VERL_READY) $(LIGHT_READY)
 	$(TRL_BIN)/python -m pytest -m "not slow" $(TRL_TESTS)
 	$(VERL_BIN)/python -m pytest -m "not slow" $(VERL_TESTS)
 	set -e; for each in $(LIGHT_TRAINERS); do \
 		.venv-$$each/bin/python -m pytest -m "not slow" tests/trainers/test_$$each.py; done
+	.venv-verifiers/bin/python -m pytest tests/chat/test_renderers_reference.py
 
 # The report in a browser without a window: Debian's package chromium, or else one from npm.
 test-pages: $(READY)

@@ -31,7 +31,13 @@ BOUND_S = 5.0
 
 def start_child(notes: Path) -> None:
     child = subprocess.Popen(["sleep", "1000"])
-    notes.write_text(f"{os.getpid()} {child.pid}")
+    # As servers do that a core may start: a session of its own, with a child there.
+    server = subprocess.Popen(
+        ["sh", "-c", "sleep 1000 & echo $!; wait"], stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert server.stdout is not None
+    worker = int(server.stdout.readline())
+    notes.write_text(f"{os.getpid()} {child.pid} {server.pid} {worker}")
 
 
 class ParentCore(CountingCore):

@@ -14,14 +14,7 @@ from rollout.chat.template_loading import holds_tokenizer
 from rollout.cli.gpus import gpu_faults
 from rollout.cli.memory import memory_faults
 from rollout.cli.sizing import context_tokens
-from rollout.config import (
-    CustomEngine,
-    HttpEngine,
-    SGLangEngine,
-    SimulatedEngine,
-    TransformersEngine,
-)
-from rollout.config.sections import SIMULATED_MODEL
+from rollout.config.engines import SIMULATED_MODEL
 from rollout.engine.model_files import model_path_fault
 from rollout.engine.pool.opening import build_core_spec
 from rollout.errors import AgentError, ConfigError, EngineError, SandboxError
@@ -70,7 +63,7 @@ def config_faults(
 
 def _model_faults(config: RolloutConfig) -> Iterator[str]:
     model, kind = config.model, config.engine.kind
-    if isinstance(config.engine, SimulatedEngine) and model.path != SIMULATED_MODEL:
+    if model.path != SIMULATED_MODEL == config.engine.default_model:
         yield f"model.path = {model.path!r}: engine.kind = {kind!r} expects {SIMULATED_MODEL!r}"
     elif model.path != SIMULATED_MODEL:
         needs_weights = config.engine.loads_weights
@@ -108,26 +101,14 @@ def _package_faults(config: RolloutConfig) -> Iterator[str]:
     """Packages that are missing in the interpreter that runs the engines, where it is this one."""
     if config.placement.kind == "ray" and not is_importable("ray"):
         yield "placement.kind = 'ray' needs the package ray: pip install 'rollout-rl[ray]'"
-    if isinstance(config.engine, HttpEngine) and not is_importable("httpx"):
-        yield "engine.kind = 'http' needs the package httpx: pip install 'rollout-rl[http]'"
     python = getattr(config.placement, "python", None)
     if python is not None:
         if config.placement.kind != "ray" and shutil.which(python) is None:
             yield f"placement.python = {python!r}: no such interpreter"
         return
-    if isinstance(config.engine, TransformersEngine):
-        for name in TRANSFORMERS_MODULES:
-            if not is_importable(name):
-                yield f"engine.kind = 'transformers' needs the package {name}: pip install {name}"
-    if isinstance(config.engine, SGLangEngine) and not is_importable("sglang"):
-        yield (
-            "engine.kind = 'sglang': this interpreter has no package sglang; install it here, or "
-            "set placement.python to the interpreter of the environment that has it"
-        )
-    if isinstance(config.engine, CustomEngine):
-        module = config.engine.core.partition(":")[0]
-        if not is_importable(module):
-            yield f"engine.core = {config.engine.core!r}: there is no module {module!r} here"
+    for package, fault in config.engine.needed_packages().items():
+        if not is_importable(package):
+            yield fault
 
 
 def _length_faults(config: RolloutConfig) -> Iterator[str]:

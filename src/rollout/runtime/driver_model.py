@@ -11,12 +11,11 @@ import anyio
 import attrs
 
 from rollout.chat import ChatTemplate
-from rollout.config import SimulatedEngine
-from rollout.config.sections import SIMULATED_MODEL
+from rollout.config.engines import SIMULATED_MODEL
 from rollout.engine.channel.messages import ClientExpectations
-from rollout.engine.cores.simulated.vocabulary import FINGERPRINT
 from rollout.engine.model_files import end_ids, model_fingerprint, resolve_model
 from rollout.engine.pool.model_template import load_model_template
+from rollout.engine.pool.opening import fixed_fingerprint
 from rollout.errors import TemplateError
 from rollout.scopes import open_task_group
 from rollout.worker_threads import may_leave_loop
@@ -112,8 +111,8 @@ def _make_expectations(template: ChatTemplate, config: RolloutConfig) -> ClientE
         directory = resolve_model(model.path, model.revision)
         ends = set(end_ids(directory, model.revision))
         fingerprint = model_fingerprint(directory, model.revision)
-    elif isinstance(engine, SimulatedEngine):
-        fingerprint = FINGERPRINT
+    else:
+        fingerprint = fixed_fingerprint(engine)
     if fingerprint and template.eos_token_id is not None:
         ends.add(template.eos_token_id)
     return ClientExpectations(

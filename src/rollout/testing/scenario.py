@@ -144,7 +144,7 @@ class Scenario:
         )
 
         engine = sections.pop("engine", SimulatedEngine())
-        if isinstance(engine, SimulatedEngine) and not engine.scenario:
+        if getattr(engine, "scenario", None) == {}:
             engine = attrs.evolve(engine, scenario=self.to_dict())
         made: dict[str, Any] = {
             "model": ModelConfig(path="simulated"),

@@ -22,6 +22,7 @@ import threading
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -93,9 +94,25 @@ def _has_input() -> bool:
 
 def _kill_group() -> None:
     """End at once, with whatever the core has started: half-started children know no better."""
+    for pid in _find_descendants():  # what has a session of its own is in another group
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
+
+
+def _find_descendants() -> list[int]:
+    """The children of this process, and theirs; none where there is no ``/proc``."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            parent = entry.read_text(errors="replace").rpartition(")")[2].split()[1]
+            children.setdefault(int(parent), []).append(int(entry.parent.name))
+    found = [*children.get(os.getpid(), ())]
+    for pid in found:
+        found += children.get(pid, ())
+    return found
 
 
 async def _serve(spec: ChildSpec, answer: int, ending: _Ending) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rollout.chat import ChatTemplate, load_chat_template
 from rollout.chat.template_loading import read_template
-from rollout.config.sections import SIMULATED_MODEL
+from rollout.config.engines import SIMULATED_MODEL
 from rollout.engine.cores.simulated.vocabulary import simulated_tokenizer
 from rollout.engine.model_files import resolve_model
 from rollout.media.processor import load_media_processor

@@ -23,6 +23,8 @@ from rollout.config.engines import SGLANG_OWN
 from rollout.config.placements import gpus_of
 from rollout.engine.channel.messages import ChannelSettings
 from rollout.engine.channel.sockets import TlsFiles
+from rollout.engine.cores.simulated.options import parse_scenario
+from rollout.engine.cores.simulated.vocabulary import FINGERPRINT
 from rollout.engine.model_files import model_path_fault
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.local_process import LocalProcess
@@ -37,6 +39,7 @@ from rollout.function_refs import refuse_while_imported
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from rollout.config.engines import EngineConfig
     from rollout.observe.event_stream import EventStream
 
 #: Fields of a kind of engine that its core takes under the same names.
@@ -111,6 +114,19 @@ def build_replica_spec(config: RolloutConfig, replica: int) -> CoreSpec:
         return spec
     files = TlsFiles(channel.tls_certificate, channel.tls_key, channel.tls_authority)
     return attrs.evolve(spec, tls=files)
+
+
+def fixed_fingerprint(engine: EngineConfig) -> str:
+    """The fingerprint of what an engine serves without a model's files; empty: it has its own."""
+    return FINGERPRINT if isinstance(engine, SimulatedEngine) else ""
+
+
+def find_context_length(engine: EngineConfig) -> int | None:
+    """How long a context the configuration gives an engine; None where its model decides."""
+    if isinstance(engine, SimulatedEngine):
+        return parse_scenario(engine.scenario).capacity.context_length
+    room = engine.model_room()
+    return None if room is None else room.context_length
 
 
 @asynccontextmanager
