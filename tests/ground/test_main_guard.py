@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -70,18 +68,12 @@ def main():
 GUARD = 'put what the script starts under `if __name__ == "__main__":`'
 
 
-def write(path: Path, what: str, face: str, backend: str, end: str, first: str = "") -> Path:
+def run(path: Path, what: str, face: str, backend: str, end: str, first: str = "") -> str:
     script = path / "train.py"
     script.write_text(SCRIPT.format(what=what, face=face, backend=backend, end=end, first=first))
-    return script
-
-
-def run(*arguments: Any) -> str:
-    script = write(*arguments)
-    ran = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False
-    )
-    return ran.stdout + ran.stderr
+    ran = python_script(script, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    output, errors = ran.communicate(timeout=60)
+    return output + errors
 
 
 @pytest.mark.parametrize("backend", slow_but(["trio", "asyncio"], "asyncio"))
@@ -111,9 +103,7 @@ def test_script_without_guard_that_hides_the_refusal_names_the_guard_too(
 
 @pytest.mark.parametrize("what", slow_but(["reward", "tool"], "tool"))
 def test_script_with_guard_works(tmp_path: Path, what: str) -> None:
-    script = write(tmp_path, what, "async", "asyncio", "if __name__ == '__main__':\n    main()")
-    ran = python_script(script, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    said, _ = ran.communicate(timeout=60)
+    said = run(tmp_path, what, "async", "asyncio", "if __name__ == '__main__':\n    main()")
     assert "outcome completed 1.0" in said
     assert ("'HI'" in said) == (what == "tool")
 
