@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +10,9 @@ import pytest
 import rollout
 import vision_models
 from media_material import frames, picture
-from recorded_server import RecordedServer, recorded_server
-from rollout import Outcome, Prompt, ToolCall, Trajectory, function_tool
-from rollout.agents import AgentContext, AgentLoop, register_agent
-from rollout.chat import load_chat_template
+from rollout import Outcome, Prompt, Trajectory, function_tool
 from rollout.config import (
     AgentConfig,
-    HttpEngine,
     InProcessPlacement,
     LengthsConfig,
     ModelConfig,
@@ -33,7 +26,7 @@ from rollout.testing import Scenario
 from rollout.tools import ToolResult
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
 pytestmark = [
@@ -85,16 +78,6 @@ def simulated_words(words: Any) -> Any:
         pad_token="<|endoftext|>",
         chat_template=words.chat_template,
     )
-
-
-@register_agent("looks_again")
-class LooksAgain(AgentLoop):
-    """Speaks, is shown an image by a tool, and speaks again."""
-
-    async def run(self, context: AgentContext) -> None:
-        await context.generate()
-        await context.call_tools([ToolCall(name="look", arguments={})])
-        await context.generate()
 
 
 @function_tool
@@ -162,51 +145,6 @@ async def test_engine_of_images_rejects_videos_alone(folder: Path) -> None:
     check_rejected(video, "simulated takes no videos; it takes images")
     assert tool.outcome is Outcome.COMPLETED
     assert len(tool.transcript.media) == 1
-
-
-def event(ids: Sequence[int], prompt_tokens: int) -> str:
-    meta = {
-        "prompt_tokens": prompt_tokens,
-        "finish_reason": {"type": "stop", "matched": ids[-1]},
-        "weight_version": "0",
-        "output_token_logprobs": [[-0.5, token, None] for token in ids],
-        "completion_tokens": len(ids),
-    }
-    return f"data: {json.dumps({'output_ids': list(ids), 'meta_info': meta})}\n\n"
-
-
-@asynccontextmanager
-async def sglang_server(
-    folder: Path, version: str = "0.5.23", written_out: int = 0
-) -> AsyncIterator[RecordedServer]:
-    """Answers with a call first, and then with words; an image has `written_out` tokens there."""
-    encode = load_chat_template(str(folder)).text_ids
-
-    async def answer(body: dict[str, Any], send: Callable[[str], Awaitable[None]]) -> None:
-        images = len(body.get("image_data", ()))
-        count = len(body["input_ids"]) + images * (written_out - 1)
-        await send(event(encode(f"{next(replies)}<|im_end|>"), count))
-
-    replies = itertools.chain([CALL], itertools.repeat("ok"))
-    async with recorded_server() as server:
-        facts = {"max_req_input_len": 2042, "version": version}
-        server.on("GET /server_info", json.dumps(facts))
-        server.on("GET /v1/models", json.dumps({"data": [{"id": "vl", "max_model_len": 2042}]}))
-        server.on("GET /health", "")
-        server.on_stream("POST /generate", answer)
-        yield server
-
-
-@pytest.mark.parametrize("api", ["sglang", "vllm"])
-async def test_http_servers_are_sent_no_media(folder: Path, api: Any) -> None:
-    async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(sglang_server(folder))
-        config = config_of(folder, HttpEngine(urls=(server.url,), api=api))
-        image, video, _ = await play(config)
-    said = f"http: {api} takes no {{}}; it takes text only: images and token ids together are for"
-    check_rejected(image, said.format("images"))
-    check_rejected(video, said.format("videos"))
-    assert all("image_data" not in body for _, body in server.bodies)
 
 
 @pytest.mark.parametrize("anyio_backend", ["trio"], indirect=True)

@@ -295,16 +295,6 @@ async def test_program_agent_at_its_deadline_is_killed_with_its_group(
     assert (gateway.contexts, directories()) == ({}, set())
 
 
-async def test_program_agent_leaves_no_process_of_its_own(
-    gateway: FakeGateway, provider: str
-) -> None:
-    one, two = unique_seconds(), unique_seconds()
-    command = f"setsid sleep {one} & setsid sleep {two} & echo done"
-    trajectory = await ran(command, provider=provider)
-    assert trajectory.outcome is Outcome.COMPLETED
-    assert processes_with(one) + processes_with(two) == []
-
-
 async def test_program_agent_after_a_limit_of_its_trajectory_has_the_limits_outcome(
     gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
