@@ -60,7 +60,7 @@ def whole(vocabulary: str) -> TextEncoder:
 
 @each_vocabulary
 @given(text=LONG_RUNS | st.text(st.characters(exclude_categories=["Cc", "Cs"]), max_size=300))
-@settings(deadline=None, max_examples=4)
+@settings(deadline=None, max_examples=8)
 def test_token_bound_any_text_has_at_least_so_many_tokens(vocabulary: str, text: str) -> None:
     encoder = whole(vocabulary)
     for written in (WrittenText(text), WrittenText(text, ((0, len(text)),))):
