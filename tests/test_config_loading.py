@@ -266,6 +266,10 @@ def test_config_source_of_unknown_kind_is_refused(source: str, shown: str) -> No
     )
 
 
+def test_config_source_of_wrong_type_is_refused() -> None:
+    assert error_text({"seed": 1}).endswith("or a module, got a mapping")
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [

@@ -22,16 +22,20 @@ from gateway_clients import (
     user,
 )
 from rollout import Outcome
+from rollout.bridge import wait_future
 from rollout.config import GatewayConfig, LimitsConfig, ModelConfig, RecoveryConfig, SimulatedEngine
 from rollout.gateway.calls import ClientCall, ClientMessage, GatewayError
 from rollout.gateway.gateway import Gateway
+from rollout.gateway.http import ClientLeftError
 from rollout.scopes import open_task_group
 from rollout.testing import Scenario, run_virtual, tool_call
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
     from pathlib import Path
 
     from rollout import AgentContext
+    from rollout.gateway.calls import Completion
     from rollout.gateway.session import GatewaySession
 
 pytestmark = pytest.mark.anyio
@@ -91,6 +95,20 @@ async def test_session_identical_answers_are_told_apart_by_their_ids() -> None:
     found = await tried(trial, scenario)
     assert found.purposes == ["main", "branch", "branch"]
     assert [found.text(at).count("<|im_start|>tool\nof ") for at in range(3)] == [1, 1, 1]
+
+
+async def test_session_answer_that_comes_as_its_client_leaves_is_replayed() -> None:
+    async def leave(future: Future[Completion]) -> Completion:
+        await wait_future(future)
+        raise ClientLeftError
+
+    async def trial(session: GatewaySession, context: AgentContext) -> None:
+        call = asked(user("question"))
+        with pytest.raises(ClientLeftError):
+            await session.complete(call, leave)
+        await session.complete(call)
+
+    assert (await tried(trial, HELLO)).purposes == ["main"]
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.25])
@@ -430,6 +448,29 @@ async def test_session_calls_are_told_as_the_client_wishes() -> None:
     assert "not executed: one call per turn" in found.text(0)
 
 
+async def test_session_sampling_is_the_clients_within_bounds() -> None:
+    async def trial(session: GatewaySession, context: AgentContext) -> None:
+        sampling = {"temperature": 0.5, "max_new_tokens": 5, "top_log_probs": 2}
+        completion = await ask(
+            session, user("question"), sampling=sampling, wants_log_probs=True, wants_ids=True
+        )
+        (answer,) = completion.answers
+        assert (len(answer.ids), answer.finish) == (5, "length")
+        assert [len(each) for each in answer.top_ids] == [2] * 5
+        for wrong in ({"temperature": -1.0}, {"top_p": 7}):
+            with pytest.raises(GatewayError) as caught:
+                await ask(session, user("question"), sampling=wrong)
+            assert (caught.value.status, caught.value.field) == (400, next(iter(wrong)))
+        with pytest.raises(GatewayError, match="expected at least one message"):
+            await ask(session)
+
+    found = await tried(trial, HELLO)
+    (record,) = [
+        record for call in found.recorder.runtimes[0].calls for record in call.all_generations()
+    ]
+    assert (record.sampling.temperature, record.sampling.max_new_tokens) == (0.5, 5)
+
+
 async def test_session_engine_failure_fails_the_trajectory() -> None:
     scenario = HELLO.fault(die_after_tokens=60)
 
@@ -493,6 +534,25 @@ async def test_session_generation_deadline_is_final() -> None:
     limits = LimitsConfig(generation_s=1.0, turn_s=10.0, tool_s=1.0)
     found = (await tried(trial, scenario, limits=limits)).trajectory
     assert (found.outcome, found.limit_source) == (Outcome.DEADLINE, "limits.generation_s")
+
+
+async def test_sessions_keys_open_their_own_trajectory_only() -> None:
+    async def trial(session: GatewaySession, context: AgentContext) -> None:
+        gateway = Gateway(GatewayConfig())
+        async with gateway.open(context) as one:
+            path, key = one.root_url.rpartition("/")[2], one.api_key
+            assert gateway.authenticate(path, key).path == path
+            async with gateway.open(context) as two:
+                other = two.root_url.rpartition("/")[2]
+                assert two.api_key != key
+                assert refused(gateway, other, key) == (403, "permission")
+            assert refused(gateway, path, "sk-é\udc80") == (401, "authentication")
+            assert refused(gateway, path, "") == (401, "authentication")
+            assert refused(gateway, "nowhere", key) == (404, "not_found")
+            assert refused(gateway, other, two.api_key) == (403, "trajectory_ended")
+        await ask(session, user("question"))
+
+    assert (await tried(trial, HELLO)).trajectory.outcome is Outcome.COMPLETED
 
 
 def refused(gateway: Gateway, path: str, key: str) -> tuple[int, str]:
