@@ -15,12 +15,9 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Iterator, Sequence
 
     from rollout.worker_threads import WorkerThreads
-
-# What is imported stays; `pytest_collection_finish` ends this.
-gc.disable()
 
 # Engine children import `fake_core` from here, and find nothing to download anywhere.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -90,10 +87,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
             item.add_marker(pytest.mark.xdist_group(name=group))
 
 
-def pytest_collection_finish() -> None:
-    """A full collection looks at eight thousand modules by now, for a second: they are rare."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported stays: garbage is looked for afterwards, and seldom.
+
+    A full look is at eight thousand modules by then, and takes a second.
+    """
+    gc.disable()
+    result = yield
     gc.set_threshold(10_000, 10, 100)
     gc.enable()
+    return result
 
 
 @pytest.fixture
