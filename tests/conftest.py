@@ -15,7 +15,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Generator, Iterator, Sequence
 
     from rollout.worker_threads import WorkerThreads
 
@@ -51,8 +51,8 @@ def threads() -> Iterator[WorkerThreads]:
     pool.close()
 
 
-#: Files whose tests start a Ray cluster, measure time, or load large vocabularies: beside
-#: themselves, or each other, they would be slow or wrong.
+#: Files whose tests start a Ray cluster, measure time, or load large vocabularies or packages:
+#: beside themselves, or each other, they would be slow or wrong.
 ALONE = {
     **dict.fromkeys(
         (
@@ -65,6 +65,8 @@ ALONE = {
         ),
         "vocabularies",
     ),
+    "test_gateway_clients.py": "clients",
+    "test_gateway_streaming.py": "clients",
     "test_ray_placement.py": "ray",
     "test_engine_pairs.py": "ray",
     "test_loop_lag.py": "timing",
@@ -85,9 +87,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
             item.add_marker(pytest.mark.xdist_group(name=group))
 
 
-def pytest_collection_finish() -> None:
-    """A full collection looks at eight thousand modules by now, for a second: they are rare."""
-    gc.set_threshold(700, 10, 100)
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported stays: garbage is looked for afterwards, and seldom.
+
+    A full look is at eight thousand modules by then, and takes a second.
+    """
+    gc.disable()
+    result = yield
+    gc.set_threshold(10_000, 10, 100)
+    gc.enable()
+    return result
 
 
 @pytest.fixture

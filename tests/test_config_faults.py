@@ -48,7 +48,6 @@ TRANSFORMERS_KEYS = (
     "kind, replicas, min_replicas, start_timeout_s, stream_interval, sleep_between_batches, dtype, "
     "device, threads, max_running, max_queued, context_length"
 )
-LIMITS_AFTER = "generation_s = 60.0\ntool_s = 100\nturn_s = 60\n"
 
 #: name: (TOML, YAML, Python, overrides, lines). Every route gives the same lines.
 NAMED_FAULTS: dict[str, tuple[str, str, str, tuple[str, ...], tuple[str, ...]]] = {
@@ -127,8 +126,6 @@ NAMED_FAULTS: dict[str, tuple[str, str, str, tuple[str, ...], tuple[str, ...]]] 
         ),
     ),
 }
-
-ALL_BUT_KIND = [case for name, case in NAMED_FAULTS.items() if name != "pair_not_allowed"]
 
 
 def error_of(build: Callable[[], object]) -> ConfigError:

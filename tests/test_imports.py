@@ -93,15 +93,6 @@ def test_names_that_are_imported_lazily_are_exported_to_type_checkers(package: s
     assert exported == set(module.__all__)
 
 
-@pytest.mark.parametrize("name", ["DiskWeights", "DistributedWeights", "TensorWeights"])
-def test_weights_and_the_model_resolver_are_importable_from_rollout(name: str) -> None:
-    import rollout
-    from rollout.engine import model_files, weights
-
-    assert getattr(rollout, name) is getattr(weights, name)
-    assert rollout.resolve_model is model_files.resolve_model
-
-
 PACKAGES = ("", ".agents", ".batch", ".chat", ".config", ".engine", ".interactions", ".tools")
 
 
@@ -114,14 +105,6 @@ def test_every_public_class_and_function_has_help_and_a_signature(package: str) 
     for value in shown:
         assert pydoc.render_doc(value)
         assert inspect.signature(value).parameters is not None
-
-
-def test_trajectory_signature_names_its_transcript() -> None:
-    import rollout
-
-    assert "transcript: rollout.chat.transcript.Transcript" in str(
-        inspect.signature(rollout.Trajectory)
-    )
 
 
 #: Opens a runtime, and says what is imported after that, and on which thread the rest was.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 import sys
@@ -70,6 +71,7 @@ ENGINE_SIDE_PACKAGES = {"rollout", "msgspec", "anyio"}
 Graph = dict[str, set[str]]
 
 
+@functools.cache
 def import_graph(source: Path) -> Graph:
     """Modules below a directory, each with those that it imports, also for types or in functions.
 

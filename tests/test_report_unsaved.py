@@ -11,14 +11,11 @@ import anyio
 import pytest
 
 import observed
-from journal_material import config_of, prompts, record_ends, run
 from report_runs import MadeUpRun
 from rollout import GroupPolicy, open_rollout
 from rollout.config import ObserveConfig, SchedulingConfig
 from rollout.errors import RolloutError
-from rollout.journal import index, values
 from rollout.observe.report import write_report
-from rollout.observe.report.saved_trajectories import TrajectoryLines
 from rollout.testing import Scenario, run_virtual
 
 
@@ -116,23 +113,3 @@ def test_report_of_groups_says_how_many_were_asked_for_and_leaves_out_carried_ti
 
     assert ["collect()", "step 5, 1 group"] in data["run"]
     assert sum(seconds for _, seconds in data["spent"]) < 500.0
-
-
-def test_report_that_follows_a_journal_makes_each_trajectory_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[str] = []
-
-    def unpack_end(*given: Any) -> Any:
-        trajectory = values.unpack_end(*given)
-        made.append(trajectory.uid)
-        return trajectory
-
-    monkeypatch.setattr(index, "unpack_end", unpack_end)
-    whole = tmp_path / "whole"
-    run(config_of(whole), prompts("quick one", "quick two"), samples=1)
-    lines = TrajectoryLines(tmp_path / "none")
-    for stop in record_ends(whole):
-        (tmp_path / "journal").write_bytes(whole.read_bytes()[:stop])
-        assert len(lines.read(tmp_path / "journal")) <= 1
-    assert sorted(made) == ["quick one", "quick two"]

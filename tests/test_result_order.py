@@ -12,7 +12,6 @@ from harness import Recorder
 from race_situations import add
 from rollout import (
     AgentContext,
-    AgentError,
     AgentLoop,
     Message,
     Outcome,
@@ -332,19 +331,6 @@ async def test_segment_results_stand_in_the_order_of_their_calls(doing: str) -> 
     ]
     assert len(rows) == 1 + 2 * len(HISTORIES)
     assert rows[1::2] == rows[2::2]
-
-
-@pytest.mark.parametrize("doing", SEGMENTS)
-async def test_segment_results_that_are_missing_or_doubled_are_refused(doing: str) -> None:
-    async def trial(context: AgentContext) -> None:
-        await context.generate()
-        for results, why in REFUSED.values():
-            with pytest.raises(AgentError) as caught:
-                await SEGMENTS[doing](context, [GO, asks("a", "b"), *results])
-            assert why in str(caught.value)
-
-    trajectory = await tried(trial)
-    assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
 
 
 async def test_prompt_that_ends_with_calls_is_answered_in_their_order() -> None:

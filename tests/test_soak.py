@@ -16,13 +16,13 @@ SOAK = Path(__file__).parent.parent / "benchmarks" / "soak.py"
 
 def test_soak_small_finds_no_anomaly_and_prints_its_figures_as_json() -> None:
     with python_script(
-        SOAK, "--trajectories", "96", "--round", "48", stdout=subprocess.PIPE
+        SOAK, "--trajectories", "32", "--round", "16", stdout=subprocess.PIPE
     ) as process:
         output, _ = process.communicate(timeout=300)
     assert process.returncode == 0
     figures = json.loads(output.splitlines()[-1])
     assert figures["anomalies"] == 0
-    assert figures["trajectories"] == 96
+    assert figures["trajectories"] == 32
     assert set(figures) == {
         "trajectories",
         "anomalies",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import math
 import os
 import re
@@ -331,6 +332,7 @@ def test_leak_fails_the_test_and_is_named(
     run: Any, body: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollout.testing.leaks.PATIENCE_S", 0.1)
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # which takes a second here, and finds nothing
     result = run(f"""
 leaked, stop = [], threading.Event()
 
@@ -391,7 +393,8 @@ async def test_spawns():
     result.stdout.fnmatch_lines(["*left behind: task orphan*"])
 
 
-def test_ending_thread_is_given_a_moment() -> None:
+def test_ending_thread_is_given_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # which takes a second here, and finds nothing
     before = Belongings()
     stop = threading.Event()
     timer = threading.Timer(0.05, stop.set)

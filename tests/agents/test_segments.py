@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -335,25 +333,6 @@ async def test_failure_of_an_engine_runs_the_whole_tree_again() -> None:
     balance = balance_of(watched)
     assert balance.is_even
     assert balance.discarded > 0
-
-
-def as_before(directory: Path) -> None:
-    """Rewrite a saved batch as it was saved before there were segments."""
-    meta = json.loads((directory / "meta.json").read_text())
-    for name in ("samples.jsonl", "trajectories.jsonl"):
-        path = directory / name
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        for row in rows:
-            segments = row.pop("segments", [])
-            if name == "trajectories.jsonl":
-                row["earlier"] = [each["spans"] for each in segments if "spans" in each]
-            for field in ("segment", "parent", "purpose", "session_id", "seeds"):
-                row.pop(field, None)
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        data = path.read_bytes()
-        found = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        meta["files"][name] = found
-    (directory / "meta.json").write_text(json.dumps(meta))
 
 
 async def test_history_rendered_again_is_a_segment_of_purpose_compaction() -> None:

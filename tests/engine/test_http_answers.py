@@ -295,36 +295,6 @@ async def test_vllm_answer_that_leaves_out_what_was_asked_fails_by_name(tmp_path
     await check_faults("vllm", VLLM_FAULTS, tmp_path)
 
 
-SOUND: dict[Api, list[list[Event]]] = {
-    "sglang": [
-        [sglang(IDS, STOP)],
-        [sglang(IDS[:1]), sglang(IDS[:1]), sglang(IDS, STOP)],
-        [sglang(IDS, STOP, completion_tokens=None)],
-        [sglang(IDS, STOP, output_top_logprobs=None)],
-        [sglang(IDS, STOP, output_top_logprobs=[None] * 3)],
-    ],
-    "vllm": [
-        [vllm(IDS, "stop")],
-        [vllm(IDS[:2], text="ye"), vllm(IDS[2:]), vllm([], "stop", logprobs=None)],
-        [vllm(IDS[:2], text="y"), vllm(IDS[2:]), vllm([], "stop", text="es")],
-        [vllm(IDS, "stop", tokens=["y", "e", "s"])],
-        [
-            vllm(IDS[:2], usage={"completion_tokens": 2}),
-            vllm(IDS[2:], "stop", usage={"completion_tokens": 3}),
-        ],
-    ],
-}
-
-
-@pytest.mark.parametrize("api", SOUND)
-async def test_answer_that_has_all_that_was_asked_becomes_tokens(api: Api, tmp_path: Path) -> None:
-    trajectories, _, _ = await play(api, SOUND[api], tmp_path)
-    for trajectory in trajectories:
-        assert trajectory.outcome is Outcome.COMPLETED, trajectory.cause
-        assert answer_of(trajectory)[0] == IDS
-        assert answer_of(trajectory)[1] == [-0.5] * 3
-
-
 async def test_deltas_that_end_with_none_become_tokens(tmp_path: Path) -> None:
     events = [sglang(IDS[:2], None, 2), sglang(IDS[2:], None, 3), sglang([], STOP, 3)]
     facts = {"incremental_streaming_output": True}

@@ -109,28 +109,6 @@ async def test_generate_cancelled_keeps_tokens_and_the_engine_confirms(cores: li
         assert not cores[0]._aborted
 
 
-async def test_generate_abort_is_lost_it_is_sent_again(
-    cores: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with pool_of(token_s=60.0, last_answer_s=0.0).serving() as pool:
-        delivered: list[str] = []
-        real = cores[0].abort_nowait
-
-        def deaf_once(request_id: str) -> None:
-            delivered.append(request_id)
-            if len(delivered) > 1:
-                real(request_id)
-
-        monkeypatch.setattr(cores[0], "abort_nowait", deaf_once)
-        with anyio.move_on_after(0.5):
-            await ask(pool, 1, 10)
-        await anyio.sleep(0.1)
-        assert in_flight(pool) == [(1, 1)]
-        await anyio.sleep(2.0)
-        assert in_flight(pool) == [(0, 0)]
-        assert len(delivered) == 2
-
-
 async def test_generate_full_engine_others_wait_in_their_order(cores: list[Any]) -> None:
     order: list[int] = []
     async with pool_of(token_s=1.0, max_requests=2).serving() as pool:
@@ -217,37 +195,6 @@ async def test_generate_sampling_of_a_wrong_type_does_not_leave_the_driver(
             )
 
 
-async def test_policy_fail_replica_dies_its_request_fails_and_it_is_started_again(
-    cores: list[Any],
-) -> None:
-    async with pool_of(token_s=1.0, policy="fail").serving() as pool:
-        generation = Generation()
-        failed: list[EngineError] = []
-
-        async def doomed() -> None:
-            try:
-                await pool.generate(
-                    generation.ask(
-                        session_id="s",
-                        prompt_ids=array("i", [7]).tobytes(),
-                        sampling=SamplingParams(max_new_tokens=100),
-                    )
-                )
-            except EngineError as error:
-                failed.append(error)
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(doomed)
-            await anyio.sleep(2.5)
-            cores[0].on_death()
-        assert list(generation.ids) == [8, 9]
-        assert "engine-0: the " in str(failed[0])
-        start = anyio.current_time()
-        assert list((await ask(pool, 1, 1)).ids) == [2]
-        assert anyio.current_time() - start == pytest.approx(2.0)  # the backoff, then a token
-        assert pool.statistics()[0].starts == 2
-
-
 async def test_open_start_takes_too_long_says_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
     async def forever(self: object) -> None:
         await anyio.sleep_forever()
@@ -257,22 +204,6 @@ async def test_open_start_takes_too_long_says_how_long(monkeypatch: pytest.Monke
         async with pool_of("CountingCore").serving():
             pytest.fail("opened")
     assert str(caught.value) == "engine-0: not ready after engine.start_timeout_s = 5 s"
-
-
-async def test_silent_replica_is_given_up_after_the_heartbeat_timeout(
-    cores: list[Any],
-) -> None:
-    async with pool_of(token_s=1000.0, policy="fail").serving() as pool:
-        start = anyio.current_time()
-        cores[0].on_freeze()
-        with pytest.raises(EngineError, match=r"^engine-0: silent for 5.0 s$"):
-            await ask(pool, 1, 1)
-        assert anyio.current_time() - start == pytest.approx(5.0)
-        cores[0].token_s = 1.0
-        while pool.statistics()[0].starts == 1:
-            await anyio.sleep(0.5)
-        # Nothing answers within `reconnect_s` either: the engine is restarted.
-        assert anyio.current_time() - start <= 5.0 + 5.0 + 5.0 + 2.0
 
 
 FAULTS = {
@@ -356,21 +287,6 @@ async def test_generate_deadline_keeps_tokens_and_the_engine_confirms(cores: lis
         assert anyio.current_time() - start == pytest.approx(3.5)
         assert list(generation.ids) == [8, 9, 10]
         assert in_flight(pool) == [(0, 0)]
-
-
-async def test_generate_deadlines_end_each_request_at_its_own(cores: list[Any]) -> None:
-    ended: dict[float, float] = {}
-
-    async def ask_for(pool: EnginePool, seconds: float) -> None:
-        with pytest.raises(LimitExceeded):
-            await ask_until(pool, Generation(), until(seconds), session=str(seconds))
-        ended[seconds] = anyio.current_time() - start
-
-    async with pool_of(token_s=1.0).serving() as pool, anyio.create_task_group() as tasks:
-        start = anyio.current_time()
-        for seconds in (6.5, 2.5, 4.5):
-            tasks.start_soon(ask_for, pool, seconds)
-    assert ended == {seconds: pytest.approx(seconds) for seconds in (2.5, 4.5, 6.5)}
 
 
 async def test_generate_deadline_passes_while_waiting_for_a_place(cores: list[Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio  # noqa: TID251  (the callers of these tests run it)
 import subprocess
 import sys
 from typing import Any
@@ -44,27 +43,6 @@ def engines() -> list[psutil.Process]:
         for process in psutil.Process().children(recursive=True)
         if "rollout.engine.channel.child" in process.as_dict(["cmdline"], ad_value=[])["cmdline"]
     ]
-
-
-@pytest.mark.slow
-def test_asyncio_timeout_and_task_cancel_pass_through_and_the_runtime_stays_usable() -> None:
-    async def main() -> RolloutBatch:
-        async with rollout.open_rollout(embedded()) as runtime:
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.5):
-                    await runtime.generate([PROMPT])
-            task = asyncio.create_task(runtime.generate([PROMPT]))
-            await asyncio.sleep(0.5)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            batch = await runtime.generate([PROMPT])
-            replicas = runtime.statistics().replicas
-            assert [(r.in_flight, r.zombies, r.starts) for r in replicas] == [(0, 0, 1)]
-            return batch
-
-    assert len(asyncio.run(main()).trajectories) == 4
-    assert engines() == []
 
 
 STUCK = """

@@ -13,8 +13,6 @@ import anyio
 import anyio.lowlevel
 import msgspec
 import pytest
-import trio.lowlevel
-import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -156,47 +154,6 @@ async def test_arrival_joins_at_the_end_of_the_step_and_its_prefill_stalls_the_b
     # at 2.5. The second's prefill of 2 s stalls both; then steps of 1 s for two.
     assert first.times == [6.5, 2 + 6.5 + 0.75 * 2, 2 + 6.5 + 0.75 * 4]
     assert second.times == [8.5]
-
-
-@anyio_test
-async def test_arrivals_of_one_instant_share_a_prefill() -> None:
-    core = await started(scenario(kv={"prefix_cache": False}))
-    answers = await collect_all(core, *(ask("a" * 8, f"r{i}", max_new_tokens=1) for i in range(3)))
-    assert [answer.times for answer in answers] == [[3 * 1.0 + 1.25]] * 3
-
-
-@anyio_test
-async def test_long_phase_interrupted_often_ends_at_the_same_time() -> None:
-    core = await started(scenario(stream_interval=1000, timing={"base_s": 0.125, "slope_s": 0.0}))
-    answer = Answer()
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(collect, core, ask("a", max_new_tokens=800, ignore_eos=True), answer)
-        for _ in range(100):
-            await anyio.sleep(0.3)
-            assert core.load().running == 1
-            core.abort_nowait("nobody")
-    assert answer.times == [pytest.approx(1 / 20_000 + 100.0)]
-
-
-@anyio_test
-async def test_load_counts_tokens_of_the_phase_under_way() -> None:
-    core = await started(scenario(stream_interval=1000, kv={"tokens": 1000}))
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(collect, core, ask("a" * 8, max_new_tokens=100, ignore_eos=True))
-        await anyio.sleep(1.0 + 10 * 0.75 + 0.25)
-        assert core.load() == EngineLoad(running=1, kv_used=0.008, generated_tokens=10)
-        tasks.cancel_scope.cancel()
-
-
-@anyio_test
-async def test_consumer_that_is_busy_finds_its_chunks_later() -> None:
-    core = await started(scenario())
-    async with aclosing(core.generate(ask("a" * 8))) as chunks:  # type: ignore[type-var]
-        first = await anext(chunks)
-        await anyio.sleep(100)
-        rest = [chunk async for chunk in chunks]
-    assert anyio.current_time() == 1 + 4 * 0.75 + 100
-    assert [len(chunk.ids) // 4 for chunk in [first, *rest]] == [4, 4, 2]
 
 
 # --- queue, memory, prefix cache ----------------------------------------------------------------
@@ -342,22 +299,6 @@ async def test_closing_the_iterator_frees_the_place() -> None:
 
 
 @anyio_test
-async def test_cancelled_driver_hands_the_wheel_to_another_waiter() -> None:
-    core = await started(scenario())
-    answer = Answer()
-    async with anyio.create_task_group() as tasks:
-        with anyio.CancelScope() as scope:
-            async with anyio.create_task_group() as first:
-                first.start_soon(collect, core, ask("a" * 8, "r1"))
-                await anyio.sleep(0.5)
-                tasks.start_soon(collect, core, ask("b" * 8, "r2"), answer)
-                await anyio.sleep(1.0)
-                scope.cancel()
-    # Both prefills are over at 2.0; at 1.5 the first was cancelled and left at that time.
-    assert answer.times == [2 + steps * 0.75 for steps in (4, 8, 10)]
-
-
-@anyio_test
 async def test_aclose_ends_every_request_with_what_it_was_sent() -> None:
     core = await started(scenario(capacity={"max_running": 1}))
     answers = [Answer(), Answer()]
@@ -457,10 +398,6 @@ def test_rule_with_a_turn_answers_that_turn_only() -> None:
     assert say(build, chat("x", "other<|im_end|>\n") + chat("y")) == "second<|im_end|>"
 
 
-def test_prompt_without_a_header_counts_as_the_first_turn() -> None:
-    assert say(Scenario().reply("raw", "first").then("second"), "raw text") == "first<|im_end|>"
-
-
 def test_alternatives_are_chosen_by_the_seed_of_the_request() -> None:
     build = Scenario().reply("", "yes", "no", "maybe")
     by_seed = [say(build, chat("x"), seed=seed) for seed in range(20)]
@@ -533,10 +470,6 @@ def test_resumed_answer_continues_exactly(build: Scenario, seed: int | None) -> 
     run_virtual(main, ceiling_s=10_000)
 
 
-def test_open_turn_with_other_words_gets_the_whole_reply_behind() -> None:
-    assert say(Scenario().reply("x", "Yes."), chat("x", "<think></think>")) == "Yes.<|im_end|>"
-
-
 @anyio_test
 async def test_log_probs_are_those_that_a_test_can_compute() -> None:
     core = await started(scenario(weight_version=5).reply("hi", "hello"))
@@ -572,18 +505,6 @@ async def test_freeze_stops_everything_and_then_goes_on() -> None:
         assert core.load().generated_tokens == 1
     assert answers[0].times == [100 + 1 + steps * 0.75 for steps in (4, 8, 10)]
     assert answers[1].times == [102.0]  # even a refusal waits
-
-
-@anyio_test
-async def test_abort_in_a_freeze_is_answered_after_it() -> None:
-    core = await started(scenario().fault(freeze_at_s=2, freeze_s=100))
-    answer = Answer()
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(collect, core, ask("a" * 8), answer)
-        await anyio.sleep(10)
-        core.abort_nowait("r")
-    assert answer.times == [100 + 1 + 2 * 0.75]
-    assert (answer.last.finish_reason, len(answer.text)) == ("abort", 2)
 
 
 @anyio_test
@@ -829,43 +750,6 @@ def test_batching_ends_every_job_once_whoever_looks(
 # --- where it runs ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
-@anyio_test
-async def test_core_on_asyncio_in_real_time_answers_all() -> None:
-    tiny = {"base_s": 1e-4, "slope_s": 1e-6, "prefill_tokens_per_s": 1e6}
-    build = Scenario(timing=tiny).reply("hi", "hello").reply("", finish="length")
-    core = await started(build)
-    answers = [Answer() for _ in range(20)]
-    async with anyio.create_task_group() as tasks:
-        for index, answer in enumerate(answers):
-            tasks.start_soon(collect, core, ask(chat("hi"), f"r{index}"), answer)
-        long = ask(chat("long"), "long", max_new_tokens=30_000)
-        async with aclosing(core.generate(long)) as chunks:  # type: ignore[type-var]
-            assert (await anext(chunks)).finish_reason is None
-    assert {answer.text for answer in answers} == {"hello<|im_end|>"}
-    aborted = Answer()
-    async with anyio.create_task_group() as tasks:
-        again = ask(chat("long"), "again", max_new_tokens=30_000)
-        tasks.start_soon(collect, core, again, aborted)
-        while not aborted.chunks:
-            await anyio.lowlevel.checkpoint()
-        core.abort_nowait("again")
-    assert aborted.last.finish_reason == "abort"
-    assert core.load().kv_used == 0
-    await core.aclose()
-
-
-def test_engine_side_imports_little() -> None:
-    code = (
-        "import sys, rollout.engine.cores.simulated.simulated_core; "
-        "heavy = {'attrs', 'attr', 'cattrs', 'numpy', "
-        "'torch', 'transformers', 'tokenizers', 'pytest', 'trio', 'yaml'}; "
-        "print(sorted(heavy & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
-
-
 def test_engine_process_dies_with_its_engine() -> None:
     code = (
         "import sys, anyio\n"
@@ -1034,12 +918,3 @@ def test_tokenizer_renders_tools_and_calls(tokenizer: Any) -> None:
 
 def test_bytes_that_are_no_text_decode_to_a_mark() -> None:
     assert decode_ids(array("i", [97, 0xC3, 258])) == "a\ufffd<|im_end|>"
-
-
-def test_run_virtual_uses_a_mock_clock_from_zero() -> None:
-    async def main() -> tuple[float, bool]:
-        await anyio.sleep(5)
-        clock = trio.lowlevel.current_clock()
-        return anyio.current_time(), isinstance(clock, trio.testing.MockClock)
-
-    assert run_virtual(main) == (5.0, True)

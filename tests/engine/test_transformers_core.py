@@ -751,6 +751,8 @@ async def test_core_info_is_the_same_for_every_replica(tiny: str) -> None:
     assert (one.vocab_size, one.eos_ids, one.context_length) == (VOCABULARY, (2,), CONTEXT)
     assert (one.max_requests, other.max_requests) == (1032, 1026)
     assert one.core == "transformers"
+    said = "transformers takes no images; it takes text only: the embedded engine computes text"
+    assert one.media_fault(["image"]).startswith(said)
 
 
 @pytest.mark.anyio

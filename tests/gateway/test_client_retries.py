@@ -151,15 +151,6 @@ async def test_retry_replays_all_samples_and_counts_once() -> None:
     assert found.purposes == ["main", "branch", "branch"]
 
 
-async def test_retry_of_an_answer_that_is_still_being_taken_replays_it() -> None:
-    async def trial(session: GatewaySession, context: AgentContext) -> None:
-        call = asked(user("question"))
-        first = await session.complete(call)  # nobody says what became of it
-        assert await session.complete(retry_of(call)) == first
-
-    assert (await tried(trial, HELLO)).purposes == ["main"]
-
-
 async def test_retry_while_the_first_generates_is_a_sample_of_its_own() -> None:
     async def trial(session: GatewaySession, context: AgentContext) -> None:
         call, answers = asked(user("question")), []

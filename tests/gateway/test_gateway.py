@@ -38,12 +38,6 @@ pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
 QUICK = Scenario(seed=3).timing(base_s=0.001)
 CHAT = QUICK.reply("One", "First.").then("Second.").then("Third.")
-THOUGHT = (
-    Scenario(seed=3)
-    .timing(base_s=0.001)
-    .reply("One", "<think>\nHm.\n</think>\n\nFirst.")
-    .then("Second.")
-)
 
 
 @pytest.fixture(params=slow_but(["trio", "asyncio"], "trio"))
@@ -287,19 +281,6 @@ async def test_calls_at_once_past_the_limit_are_refused() -> None:
     assert 403 in trajectory.extra["result"]
 
 
-@pytest.mark.parametrize(("policy", "rows"), [("accept", 1), ("fork", 2)])
-async def test_dropped_reasoning_continues_or_forks(policy: str, rows: int) -> None:
-    def drop(client: Client) -> Any:
-        first = said(client.chat(user("One")))
-        told = {"role": "assistant", "content": first["content"]}
-        said(client.chat(user("One"), told, user("More")))
-        return first.get("reasoning_content")
-
-    trajectory = await tried(open_rollout, drop, THOUGHT, dropped_reasoning=policy)
-    assert trajectory.extra["result"] == "Hm."
-    assert len(trajectory.segments) == rows
-
-
 @pytest.mark.parametrize("trained", [False, True])
 async def test_side_calls_are_trained_on_where_asked_for(trained: bool) -> None:
     def ask(client: Client) -> None:
@@ -311,19 +292,6 @@ async def test_side_calls_are_trained_on_where_asked_for(trained: bool) -> None:
     main, side = trajectory.segments
     assert (main.purpose, side.purpose) == ("main", "side")
     assert trajectory.is_trainable(side) is trained
-
-
-async def test_messages_and_their_tokens_are_counted() -> None:
-    def ask(client: Client) -> Any:
-        body = {"messages": [user("One")], "max_tokens": 50}
-        counted = client.post("/v1/messages/count_tokens", **body).json()["input_tokens"]
-        got = client.post("/v1/messages", return_token_ids=True, **body).json()
-        return counted, len(got["prompt_token_ids"]), got["content"][0]["text"]
-
-    trajectory = await tried(open_rollout, ask, CHAT)
-    counted, read, text = trajectory.extra["result"]
-    assert (counted, text) == (read, "First.")
-    assert len(trajectory.segments) == 1
 
 
 async def test_several_samples_and_their_ids_are_the_engines() -> None:

@@ -80,28 +80,6 @@ HELLO = Scenario(seed=1).reply("question", filler=40)
 TURNS = Scenario(seed=1).reply("question", "One.", filler=20).then("Two.").then("Three.")
 
 
-async def test_session_identical_parallel_requests_are_samples_of_their_own() -> None:
-    answers = []
-
-    async def trial(session: GatewaySession, context: AgentContext) -> None:
-        async def one() -> None:
-            answers.append((await ask(session, user("question"))).answers[0])
-
-        async with anyio.create_task_group() as tasks:
-            for _ in range(4):
-                tasks.start_soon(one)
-        for answer in reversed(answers):
-            await ask(session, user("question"), echo(answer), user("more"))
-
-    found = await tried(trial, TURNS)
-    assert len({answer.id for answer in answers}) == 4
-    assert len({answer.ids.tobytes() for answer in answers}) == 4
-    assert found.purposes == ["main", "branch", "branch", "branch"]
-    for segment in found.trajectory.segments:
-        kinds = [span.kind for span in segment.transcript.spans]
-        assert kinds == ["prompt", "generated", "observation", "generated"]
-
-
 async def test_session_identical_answers_are_told_apart_by_their_ids() -> None:
     scenario = Scenario(seed=1).reply("question", tool_call("add", a=1, b=1)).then("Done.")
 
@@ -117,20 +95,6 @@ async def test_session_identical_answers_are_told_apart_by_their_ids() -> None:
     found = await tried(trial, scenario)
     assert found.purposes == ["main", "branch", "branch"]
     assert [found.text(at).count("<|im_start|>tool\nof ") for at in range(3)] == [1, 1, 1]
-
-
-async def test_session_undelivered_answer_is_replayed() -> None:
-    async def trial(session: GatewaySession, context: AgentContext) -> None:
-        call = asked(user("question"))
-        first = await session.complete(call)
-        session.mark_lost(first.id)
-        assert await session.complete(call) == first
-        session.mark_lost(first.id)  # the connection broke after its last byte
-        assert await session.complete(call) == first
-        assert await session.complete(call) != first
-
-    found = await tried(trial, HELLO)
-    assert found.purposes == ["main", "branch"]
 
 
 async def test_session_answer_that_comes_as_its_client_leaves_is_replayed() -> None:
@@ -195,19 +159,6 @@ async def test_session_generation_cut_before_its_first_token_is_not_trained() ->
     assert found.batch.tensors["trainable"].tolist() == [False, True]
 
 
-async def test_session_samples_of_one_call_are_siblings() -> None:
-    async def trial(session: GatewaySession, context: AgentContext) -> None:
-        completion = await ask(session, user("question"), n=3)
-        assert len({answer.text for answer in completion.answers}) == 3
-        told = user("question"), echo(completion.answers[1]), user("more")
-        await ask(session, *told)
-
-    found = await tried(trial, TURNS)
-    assert found.purposes == ["main", "branch", "branch"]
-    lengths = [len(each.transcript.spans) for each in found.trajectory.segments]
-    assert sorted(lengths) == [2, 2, 4]
-
-
 async def test_session_samples_have_places_and_seeds_in_the_order_of_their_numbers() -> None:
     answers = []
 
@@ -218,25 +169,6 @@ async def test_session_samples_have_places_and_seeds_in_the_order_of_their_numbe
         rows = [each.transcript for each in (await tried(trial, HELLO)).trajectory.segments]
         assert [row.prefix.slice(row.spans[-1].start) for row in rows] == answers[-1]
     assert answers == [answers[0]] * 4
-
-
-async def test_session_fork_trains_each_token_once() -> None:
-    async def trial(session: GatewaySession, context: AgentContext) -> None:
-        first = (await ask(session, user("question"))).answers[0]
-        told = [user("question"), echo(first), user("more")]
-        second = (await ask(session, *told)).answers[0]
-        await ask(session, *told, echo(second), user("most"))
-        await ask(session, *told[:2], user("otherwise"))
-
-    found = await tried(trial, TURNS)
-    main, branch = found.trajectory.segments
-    assert (branch.purpose, branch.parent) == ("branch", (0, main.transcript.spans[1].stop))
-    sampled = sum(
-        len(record.generation.ids)
-        for call in found.recorder.runtimes[0].calls
-        for record in call.all_generations()
-    )
-    assert found.trained() == sampled
 
 
 THINKS = Scenario(seed=1).reply("question", "<think>Hm, so.</think>\n\nYes.").then("No.")
@@ -602,18 +534,6 @@ async def test_session_generation_deadline_is_final() -> None:
     limits = LimitsConfig(generation_s=1.0, turn_s=10.0, tool_s=1.0)
     found = (await tried(trial, scenario, limits=limits)).trajectory
     assert (found.outcome, found.limit_source) == (Outcome.DEADLINE, "limits.generation_s")
-
-
-async def test_session_agent_that_asks_for_nothing_has_an_empty_row() -> None:
-    async def trial(session: GatewaySession, context: AgentContext) -> None:
-        pass
-
-    found = await tried(trial, HELLO)
-    assert (found.trajectory.outcome, found.trajectory.reason) == (
-        Outcome.FAILED,
-        "never_generated",
-    )
-    assert found.trained() == 0
 
 
 async def test_sessions_keys_open_their_own_trajectory_only() -> None:

@@ -17,8 +17,6 @@ from rollout.types import ToolCall
 from slow_cases import slow_but
 
 pytest.importorskip("h11")
-openai = pytest.importorskip("openai")
-anthropic = pytest.importorskip("anthropic")
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,6 +62,7 @@ async def ask(session: FakeSession, body: Callable[..., Any], **settings: Any) -
 
 
 def _in_thread(root: str, body: Callable[..., Any]) -> Any:
+    openai, anthropic = pytest.importorskip("openai"), pytest.importorskip("anthropic")
     with (
         openai.OpenAI(base_url=f"{root}/v1", api_key=KEY) as ours,
         anthropic.Anthropic(base_url=root, api_key=KEY) as theirs,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from forked import python_script
 from slow_cases import slow_after, slow_but
 
 pytestmark = pytest.mark.process
@@ -71,10 +71,9 @@ GUARD = 'put what the script starts under `if __name__ == "__main__":`'
 def run(path: Path, what: str, face: str, backend: str, end: str, first: str = "") -> str:
     script = path / "train.py"
     script.write_text(SCRIPT.format(what=what, face=face, backend=backend, end=end, first=first))
-    ran = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False
-    )
-    return ran.stdout + ran.stderr
+    ran = python_script(script, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    output, errors = ran.communicate(timeout=60)
+    return output + errors
 
 
 @pytest.mark.parametrize("backend", slow_but(["trio", "asyncio"], "asyncio"))

@@ -245,32 +245,6 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-def test_generate_with_what_cannot_be_written_is_refused_by_field(tmp_path: Path) -> None:
-    extra = {"fine": [1, (2.5, None)], "object": {"deep": [object()]}}
-    given = [Prompt(messages=[{"role": "user", "content": "quick"}], uid="quick", extra=extra)]
-    with pytest.raises(PromptError) as refused:
-        run(config_of(tmp_path / "journal"), given)
-    assert str(refused.value) == (
-        "prompts[0].extra['object']['deep'][0] is a object; expected plain data: None, bool, int, "
-        "float, str, bytes, list, tuple, dict, or an array of numbers (journal.path is set)"
-    )
-
-
-def test_trajectory_whose_extra_cannot_be_written_fails_by_that_field(tmp_path: Path) -> None:
-    def attaching(trajectory: Trajectory) -> Reward:
-        return Reward(value=1.0, extra={"plain": 1, "bad": object()})
-
-    path = tmp_path / "journal"
-    whole = run(config_of(path), prompts("quick"), reward=attaching).trajectories[0]
-    assert (whole.outcome, whole.reason, whole.reward) == (Outcome.FAILED, "journal", None)
-    assert whole.cause is not None
-    assert whole.cause.message.startswith("extra['bad'] is a object; expected plain data")
-    assert whole.extra == {"plain": 1}
-    assert whole.transcript.generated_length
-    resumed = run(config_of(path), prompts("quick"), reward=attaching, resume=True)
-    assert content(resumed.trajectories[0]) == content(whole)
-
-
 @register_agent("odd_names")
 class OddNames(AgentLoop):
     """Names things by what its prompt is called, which no file can hold."""

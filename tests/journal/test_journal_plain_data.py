@@ -159,23 +159,6 @@ def test_extra_with_moments_arrays_and_keys_of_all_kinds_comes_back(tmp_path: Pa
     assert {name: again[name] for name in extra} == extra
 
 
-def test_extra_itself_may_be_any_mapping(tmp_path: Path) -> None:
-    given = Prompt(
-        messages=[OrderedDict(role="user", content="quick")],
-        uid="quick",
-        extra=MappingProxyType({"a": (1, 2)}),
-    )
-
-    def attaching(trajectory: Trajectory) -> Reward:
-        return Reward(value=1.0, extra=OrderedDict(a=(1, 2)))
-
-    path = tmp_path / "journal"
-    whole = run(config_of(path), [given], reward=attaching).trajectories[0]
-    assert whole.outcome is Outcome.COMPLETED
-    again = run(config_of(path), [given], reward=None, resume=True).trajectories[0]
-    assert again.extra == {"a": [1, 2]}
-
-
 @pytest.mark.parametrize("pulled", [False, True])
 def test_extra_of_a_prompt_is_text_where_text_is_written(tmp_path: Path, pulled: bool) -> None:
     config = config_of(tmp_path / "journal", journal={"unwritable": "text"})

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -13,28 +10,23 @@ import pytest
 import rollout
 import vision_models
 from media_material import frames, picture
-from recorded_server import RecordedServer, recorded_server
-from rollout import Outcome, Prompt, ToolCall, Trajectory, function_tool
-from rollout.agents import AgentContext, AgentLoop, register_agent
-from rollout.chat import load_chat_template
+from rollout import Outcome, Prompt, Trajectory, function_tool
 from rollout.config import (
     AgentConfig,
-    HttpEngine,
     InProcessPlacement,
     LengthsConfig,
-    LocalProcessPlacement,
     ModelConfig,
     RolloutConfig,
     SimulatedEngine,
-    TransformersEngine,
 )
 from rollout.engine.cores.simulated.vocabulary import SPECIAL_TOKENS
+from rollout.engine.cores.transformers import TransformersCore
 from rollout.errors import EngineError
 from rollout.testing import Scenario
 from rollout.tools import ToolResult
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
 pytestmark = [
@@ -88,30 +80,19 @@ def simulated_words(words: Any) -> Any:
     )
 
 
-@register_agent("looks_again")
-class LooksAgain(AgentLoop):
-    """Speaks, is shown an image by a tool, and speaks again."""
-
-    async def run(self, context: AgentContext) -> None:
-        await context.generate()
-        await context.call_tools([ToolCall(name="look", arguments={})])
-        await context.generate()
-
-
 @function_tool
 async def look() -> ToolResult:
     """Look."""
     return ToolResult("Here:", images=[picture(80, 60)])
 
 
-def config_of(folder: Path, engine: Any, *, agent: str = "tool_agent") -> RolloutConfig:
-    is_embedded = isinstance(engine, TransformersEngine)
+def config_of(folder: Path, engine: Any) -> RolloutConfig:
     return RolloutConfig(
         model=ModelConfig(path=str(folder)),
         engine=engine,
-        placement=LocalProcessPlacement() if is_embedded else InProcessPlacement(),
-        lengths=LengthsConfig(prompt=512, response=768, turn=None if not is_embedded else 12),
-        agent=AgentConfig(name=agent, tool_format="hermes"),
+        placement=InProcessPlacement(),
+        lengths=LengthsConfig(prompt=512, response=768),
+        agent=AgentConfig(name="tool_agent", tool_format="hermes"),
     )
 
 
@@ -166,81 +147,11 @@ async def test_engine_of_images_rejects_videos_alone(folder: Path) -> None:
     assert len(tool.transcript.media) == 1
 
 
-def event(ids: Sequence[int], prompt_tokens: int) -> str:
-    meta = {
-        "prompt_tokens": prompt_tokens,
-        "finish_reason": {"type": "stop", "matched": ids[-1]},
-        "weight_version": "0",
-        "output_token_logprobs": [[-0.5, token, None] for token in ids],
-        "completion_tokens": len(ids),
-    }
-    return f"data: {json.dumps({'output_ids': list(ids), 'meta_info': meta})}\n\n"
-
-
-@asynccontextmanager
-async def sglang_server(
-    folder: Path, version: str = "0.5.23", written_out: int = 0
-) -> AsyncIterator[RecordedServer]:
-    """Answers with a call first, and then with words; an image has `written_out` tokens there."""
-    encode = load_chat_template(str(folder)).text_ids
-
-    async def answer(body: dict[str, Any], send: Callable[[str], Awaitable[None]]) -> None:
-        images = len(body.get("image_data", ()))
-        count = len(body["input_ids"]) + images * (written_out - 1)
-        await send(event(encode(f"{next(replies)}<|im_end|>"), count))
-
-    replies = itertools.chain([CALL], itertools.repeat("ok"))
-    async with recorded_server() as server:
-        facts = {"max_req_input_len": 2042, "version": version}
-        server.on("GET /server_info", json.dumps(facts))
-        server.on("GET /v1/models", json.dumps({"data": [{"id": "vl", "max_model_len": 2042}]}))
-        server.on("GET /health", "")
-        server.on_stream("POST /generate", answer)
-        yield server
-
-
-@pytest.mark.parametrize("api", ["sglang", "vllm"])
-async def test_http_servers_are_sent_no_media(folder: Path, api: Any) -> None:
-    async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(sglang_server(folder))
-        config = config_of(folder, HttpEngine(urls=(server.url,), api=api))
-        image, video, _ = await play(config)
-    said = f"http: {api} takes no {{}}; it takes text only: images and token ids together are for"
-    check_rejected(image, said.format("images"))
-    check_rejected(video, said.format("videos"))
-    assert all("image_data" not in body for _, body in server.bodies)
-
-
-@pytest.fixture
-def text_model(tmp_path: Path) -> Path:
-    """A text model beside which somebody left the processor of a vision-language model."""
-    import torch
-    import transformers
-
-    written(tmp_path)
-    ids = {"bos_token_id": 257, "eos_token_id": 258, "pad_token_id": 256}
-    config = transformers.Qwen2Config(**{**vision_models.TEXT, "vocab_size": 272, **ids})
-    torch.manual_seed(3)
-    transformers.Qwen2ForCausalLM(config).save_pretrained(tmp_path)
-    return tmp_path
-
-
-@pytest.mark.parametrize("anyio_backend", ["trio"], indirect=True)
-async def test_embedded_text_model_rejects_media_and_tells_the_model_of_a_tools(
-    text_model: Path,
-) -> None:
-    config = config_of(text_model, TransformersEngine(dtype="float32"), agent="looks_again")
-    image, video, tool = await play(config)
-    said = "transformers takes no {}; it takes text only: the embedded engine computes text only"
-    check_rejected(image, said.format("images"))
-    check_rejected(video, said.format("videos"))
-    check_told(tool, "look: images[0]: " + said.format("images"))
-
-
 @pytest.mark.parametrize("anyio_backend", ["trio"], indirect=True)
 async def test_embedded_engine_refuses_a_model_that_reads_images_by_name(tmp_path: Path) -> None:
     vision_models.save("qwen2_5_vl", tmp_path)
+    core = TransformersCore(model=str(tmp_path))
     said = "qwen2_5_vl reads more than text, which the embedded engine does not; serve it with"
     with pytest.raises(EngineError, match=said):
-        async with rollout.open_rollout(config_of(tmp_path, TransformersEngine())):
-            pytest.fail("opened")
+        await core.start()
+    await core.aclose()

@@ -113,9 +113,16 @@ async def test_generate_cancelled_while_it_collates_waits_for_that_and_leaves_th
         assert len(await runtime.generate(prompts(4))) == 4
 
 
+@pytest.fixture
+def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than 20 prompts take as long as more than 500 would."""
+    monkeypatch.setattr("rollout.runtime.runtime.MANY_MEMBERS", 20)
+
+
 @REAL_TIME
+@pytest.mark.usefixtures("few_are_many")
 async def test_generate_many_prompts_are_checked_beside_the_loop() -> None:
-    many, few = Watched(prompts(600)), Watched(prompts(6))
+    many, few = Watched(prompts(30)), Watched(prompts(6))
     many.readers, few.readers = set(), set()
     async with rollout.open_rollout(SCENARIO.config()) as runtime:
         await runtime.generate(many)
@@ -127,13 +134,14 @@ async def test_generate_many_prompts_are_checked_beside_the_loop() -> None:
 
 
 @REAL_TIME
+@pytest.mark.usefixtures("few_are_many")
 async def test_generate_many_prompts_of_which_one_is_wrong_start_nothing_and_do_not_count() -> None:
-    given: list[Any] = [*prompts(600), "hello"]
+    given: list[Any] = [*prompts(30), "hello"]
     async with rollout.open_rollout(SCENARIO.config()) as runtime:
-        with pytest.raises(PromptError, match=r"^prompts\[600\]: expected a Prompt, got str; "):
+        with pytest.raises(PromptError, match=r"^prompts\[30\]: expected a Prompt, got str; "):
             await runtime.generate(given)
         assert runtime.statistics().admitted == 0
-        batch = await runtime.generate(prompts(600))
+        batch = await runtime.generate(prompts(30))
         assert batch.samples[0].session_id.startswith("0/")
 
 

@@ -80,14 +80,6 @@ def test_bad_arguments_raise_in_the_callers_thread(runtime: BlockingRollout) -> 
 
 
 @pytest.mark.parametrize("backend", ["trio", "asyncio"])
-def test_agenerate_from_another_loop(runtime: BlockingRollout, backend: str) -> None:
-    async def main() -> rollout.RolloutBatch:
-        return await runtime.agenerate([user("quick")])
-
-    assert anyio.run(main, backend=backend).trajectories[0].answer == "ok"
-
-
-@pytest.mark.parametrize("backend", ["trio", "asyncio"])
 def test_agenerate_cancelled_ends_its_trajectories_and_leaves_the_runtime_usable(
     runtime: BlockingRollout, backend: str
 ) -> None:

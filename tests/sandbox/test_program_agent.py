@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from sandbox_material import (
 
 import rollout
 from fake_gateway import FakeGateway, fake_gateway
+from forked import python_program
 from rollout import (
     AgentError,
     Outcome,
@@ -35,6 +36,7 @@ from rollout import (
     RolloutBatch,
     register_agent,
 )
+from rollout.clocks import monotonic
 from rollout.config import AgentConfig, GatewayConfig, LimitsConfig, SandboxConfig
 from rollout.errors import SandboxUnavailable, SandboxUnsupported
 from rollout.sandbox.local import NoneProvider
@@ -44,9 +46,16 @@ from slow_cases import slow_but
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.usefixtures("own_temporary_directory"),
-    pytest.mark.parametrize("anyio_backend", ["asyncio"]),
     pytest.mark.process,
 ]
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Real time: programs run."""
+    return "asyncio"
+
+
 #: Asks the gateway that its environment names, as an SDK would.
 CLIENT = """
 import json, os, sys, urllib.request
@@ -286,16 +295,6 @@ async def test_program_agent_at_its_deadline_is_killed_with_its_group(
     assert (gateway.contexts, directories()) == ({}, set())
 
 
-async def test_program_agent_leaves_no_process_of_its_own(
-    gateway: FakeGateway, provider: str
-) -> None:
-    one, two = unique_seconds(), unique_seconds()
-    command = f"setsid sleep {one} & setsid sleep {two} & echo done"
-    trajectory = await ran(command, provider=provider)
-    assert trajectory.outcome is Outcome.COMPLETED
-    assert processes_with(one) + processes_with(two) == []
-
-
 async def test_program_agent_after_a_limit_of_its_trajectory_has_the_limits_outcome(
     gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -417,31 +416,20 @@ anyio.run(main)
 """
 
 
-async def test_program_agent_dies_with_its_driver() -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
+    until = monotonic() + 60
+    while not condition():
+        assert monotonic() < until
+        threading.Event().wait(0.05)
+
+
+def test_program_agent_dies_with_its_driver() -> None:
     token = unique_seconds()
     program = DRIVER.format(tests=str(Path(__file__).parents[1]), command=f"sleep {token}")
-    driver = subprocess.Popen([sys.executable, "-c", program])
+    driver = python_program(program)
     try:
-        with anyio.fail_after(60):
-            while not [each for each in processes_with(token) if each.name() == "sleep"]:
-                await anyio.sleep(0.05)
+        wait_until(lambda: any(each.name() == "sleep" for each in processes_with(token)))
     finally:
         driver.send_signal(signal.SIGKILL)
         driver.wait()
-    with anyio.fail_after(20):
-        while processes_with(token):
-            await anyio.sleep(0.05)
-
-
-async def test_program_that_asks_for_nothing_failed_and_has_no_reward() -> None:
-    """Of the real gateway."""
-    pytest.importorskip("h11")
-    register_agent("a_program")(ProgramAgent(["true"]))
-    asked = Prompt(messages=[{"role": "user", "content": "go"}], agent_name="a_program")
-    config = Scenario().config(sandbox=sandboxes("none"))
-    async with rollout.open_rollout(config, reward=lambda trajectory: 0.0) as runtime:
-        batch = await runtime.generate([asked])
-    (trajectory,) = batch.trajectories
-    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "never_generated")
-    assert (trajectory.trainable, trajectory.reward) == (False, None)
-    assert trajectory.extra["program"]["exit_code"] == 0
+    wait_until(lambda: not processes_with(token))

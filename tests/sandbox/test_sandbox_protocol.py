@@ -83,25 +83,19 @@ async def test_exec_command_ends_by_a_signal_that_the_host_ignores(
     assert (result.exit_code, result.stdout) == (128 + number, b"")
 
 
-async def test_exec_of_a_list_gives_exit_code_and_both_streams_as_bytes(provider: str) -> None:
-    async with opened(provider) as sandbox:
-        result = await sandbox.exec(["sh", "-c", "printf 'a\\377'; printf b >&2; exit 3"])
-    assert (result.exit_code, result.stdout, result.stderr) == (3, b"a\xff", b"b")
-    assert not result.truncated
-    assert 0 < result.seconds < 60
-
-
-async def test_exec_of_a_text_is_run_by_the_shell(provider: str) -> None:
-    async with opened(provider) as sandbox:
-        result = await sandbox.exec('echo $((6 * 7)) | cat; true && echo "two  words"')
-    assert result.stdout == b"42\ntwo  words\n"
-
-
-async def test_exec_of_strange_words_hands_them_on_as_they_are(provider: str) -> None:
+async def test_exec_hands_on_words_and_texts_and_gives_exit_code_and_both_streams(
+    provider: str,
+) -> None:
     words = ["", " ", "a b", "'", '"', "$HOME", "*", "\\", "\n", "--", "-n", "né\u4f60\U0001f600"]
     async with opened(provider) as sandbox:
-        result = await sandbox.exec(["printf", "%s|", *words])
-    assert result.stdout.decode() == "".join(f"{word}|" for word in words)
+        of_list = await sandbox.exec(["sh", "-c", "printf 'a\\377'; printf b >&2; exit 3"])
+        of_text = await sandbox.exec('echo $((6 * 7)) | cat; true && echo "two  words"')
+        strange = await sandbox.exec(["printf", "%s|", *words])
+    assert (of_list.exit_code, of_list.stdout, of_list.stderr) == (3, b"a\xff", b"b")
+    assert not of_list.truncated
+    assert 0 < of_list.seconds < 60
+    assert of_text.stdout == b"42\ntwo  words\n"
+    assert strange.stdout.decode() == "".join(f"{word}|" for word in words)
 
 
 async def test_exec_of_a_missing_program_is_127_and_of_one_that_cannot_run_126(

@@ -23,7 +23,6 @@ from rollout.tools import (
     Tool,
     ToolContext,
     ToolExecutor,
-    ToolPolicy,
     ToolResult,
     ToolSession,
     TrajectoryTools,
@@ -510,29 +509,6 @@ async def test_run_callers_cancellation_passes_and_opened_sessions_can_still_be_
     assert log == (["a.open"] if event == "open" else ["a.open", "a.execute", "a.close"])
 
 
-@pytest.mark.anyio
-@pytest.mark.parametrize("event", ["open", "execute"])
-async def test_run_callers_cancellation_passes_through_a_tools_failing_task_group(
-    executor: Open, event: str
-) -> None:
-    async def child() -> None:
-        try:
-            await anyio.sleep_forever()
-        finally:
-            raise ValueError("child")
-
-    async def group() -> None:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(child)
-            await anyio.sleep_forever()
-
-    tools = opened(executor(Recorder("a", [], **{event: group})))
-    with anyio.move_on_after(3) as scope:
-        await run(tools, call("a"))
-        await anyio.lowlevel.checkpoint()
-    assert scope.cancelled_caught
-
-
 def test_run_asyncio_task_cancel_passes_unchanged(executor: Open) -> None:
     import asyncio  # noqa: TID251  (what a trainer on asyncio does)
 
@@ -611,7 +587,8 @@ def test_run_keyboard_interrupt_passes_as_itself(
 
     with pytest.raises(KeyboardInterrupt):
         anyio.run(main, backend=backend)
-    gc.collect()  # asyncio logs of the interrupted task, here and not in another test
+    if backend == "asyncio":
+        gc.collect()  # it logs of the interrupted task, here and not in another test
     assert log == ["a.open", "a.execute"]
 
 
@@ -833,33 +810,6 @@ async def test_sync_function_is_abandoned_when_the_caller_is_cancelled(
         release.set()
 
 
-@real_clock
-@pytest.mark.anyio
-async def test_run_on_both_backends_answers_alike(executor: Open) -> None:
-    log: list[str] = []
-    short = function_tool("short", policy=ToolPolicy(timeout_s=0.05))(forever.function)
-    tools = opened(executor(wait, short, Recorder("a", log), calculator))
-    results = await run(
-        tools,
-        call("wait", seconds=0),
-        call("short"),
-        call("a"),
-        call("calculator", expression="6*7"),
-        call("calculator", expression="6*"),
-    )
-    assert results == [
-        ToolResult("done"),
-        failed("timed out after 0.05 s (timeout_s of 'short')"),
-        ToolResult("a done"),
-        ToolResult("42"),
-        failed("cannot calculate '6*': invalid syntax"),
-    ]
-    await tools.close()
-    assert log == ["a.open", "a.execute", "a.close"]
-    with pytest.raises(LimitExceeded, match=r"^limits\.turn_s = 0.02 s is over$"):
-        await opened(executor(forever)).run([call("forever")], limit=turn(0.02))
-
-
 @pytest.mark.anyio
 async def test_run_arguments_that_json_cannot_hold_are_an_error_result(executor: Open) -> None:
     tools = opened(executor(Recording("t", [])))
@@ -908,41 +858,3 @@ async def test_run_answer_at_the_turns_deadline_is_the_same_at_every_use(executo
     (result,) = await run(tools, call("t"))
     assert (result.is_error, result.metrics) == (False, {"5": 1.0})
     await tools.close()
-
-
-@pytest.mark.anyio
-async def test_session_opened_before_a_cancellation_in_the_same_tick_is_closed_whole(
-    executor: Open,
-) -> None:
-    log: list[str] = []
-    opens = anyio.Event()
-
-    class Late(Recording):
-        async def open(self, context: ToolContext) -> ToolSession:
-            await opens.wait()
-            log.append("opened")
-            return RecordingSession(log)
-
-    async with open_containment(5.0), anyio.create_task_group() as tasks:
-        tools = opened(executor(Late("t", log)))
-        with anyio.CancelScope() as scope:
-
-            async def end() -> None:
-                await anyio.sleep(1)
-                opens.set()
-                scope.cancel()
-
-            tasks.start_soon(end)
-            await run(tools, call("t", s=9))
-        await tools.close()
-    assert log == ["opened", "closed"]
-
-
-@pytest.mark.anyio
-async def test_session_that_its_containment_has_closed_is_not_waited_for(executor: Open) -> None:
-    log: list[str] = []
-    async with open_containment(5.0):
-        tools = opened(executor(Recording("t", log)))
-        await run(tools, call("t"))
-    await tools.close()
-    assert len(log) <= 1
