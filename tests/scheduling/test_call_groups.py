@@ -85,7 +85,7 @@ class World:
         left = groups.take_leftovers()
         assert {m for m in left.carried if policy.surplus == "cancel"} == set()
         for member in left.carried:
-            member.group.running.pop(member)
+            member.group.running.remove(member)
             member.group.waiting.insert(0, member)
         self.kept = sorted([*self.kept, *left.groups], key=lambda group: group.number)
 
