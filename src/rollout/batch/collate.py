@@ -32,23 +32,20 @@ if TYPE_CHECKING:
 #: The arrays of all rows by the names that they have in `RolloutBatch.tensors`.
 Columns = dict[str, list[npt.NDArray[Any]]]
 
-#: Which part of a row has a value for each token of it.
-PROMPT, RESPONSE, BOTH = "prompt", "response", "both"
-#: By key: that part, the type, and what padded positions hold; ids hold the padding token.
+#: By key: which part of a row has a value for each of its tokens, the type, and what padded
+#: positions hold; ids hold the padding token.
 KEYS = {
-    "prompts": (PROMPT, torch.int64, None),
-    "responses": (RESPONSE, torch.int64, None),
-    "response_mask": (RESPONSE, torch.int64, 0),
-    "input_ids": (BOTH, torch.int64, None),
-    "attention_mask": (BOTH, torch.int64, 0),
-    "position_ids": (BOTH, torch.int64, 0),
-    "rollout_log_probs": (RESPONSE, torch.float32, 0),
-    "weight_versions": (RESPONSE, torch.int32, NO_VERSION),
-    "token_rewards": (RESPONSE, torch.float32, 0),
-    "routed_experts": (BOTH, torch.int16, NO_EXPERT),
+    "prompts": ("prompt", torch.int64, None),
+    "responses": ("response", torch.int64, None),
+    "response_mask": ("response", torch.int64, 0),
+    "input_ids": ("both", torch.int64, None),
+    "attention_mask": ("both", torch.int64, 0),
+    "position_ids": ("both", torch.int64, 0),
+    "rollout_log_probs": ("response", torch.float32, 0),
+    "weight_versions": ("response", torch.int32, NO_VERSION),
+    "token_rewards": ("response", torch.float32, 0),
+    "routed_experts": ("both", torch.int16, NO_EXPERT),
 }
-#: What a sample has of its trajectory.
-_OF_TRAJECTORY = TrajectoryFacts.__struct_fields__
 
 
 def collate(
@@ -86,12 +83,9 @@ def collate(
 
     Raises:
         ValueError: A prompt or response is longer than `lengths` allow, or has token rewards of
-            another length, and its uid is named; or `layout`, `trim` or `position_rows` is unknown.
+            another length, and its uid is named; or `layout` or `trim` is unknown.
     """
-    faults = layout_faults(layout, trim)
-    if position_rows not in (3, 4):
-        faults.append(f"position_rows = {position_rows!r:.80}: expected 3 or 4")
-    if faults:
+    if faults := layout_faults(layout, trim):
         raise ValueError("\n".join(faults))
     rows = [(row, at) for row in trajectories for at in range(len(row.segments))]
     samples = [_make_sample(row, *where) for row, where in enumerate(rows)]
@@ -125,7 +119,7 @@ def collate(
 
 def _make_sample(row: int, trajectory: Trajectory, at: int) -> Sample:
     segment = trajectory.segments[at]
-    facts = {name: getattr(trajectory, name) for name in _OF_TRAJECTORY}
+    facts = {name: getattr(trajectory, name) for name in TrajectoryFacts.__struct_fields__}
     facts |= {name: getattr(segment, name) for name in SEGMENT_FACTS}
     facts["trainable"] = trajectory.is_trainable(segment)
     facts["reward"] = trajectory.reward_of(segment)
@@ -200,7 +194,7 @@ def _pad_columns(
 ) -> dict[str, torch.Tensor]:
     """Make rectangles (B, P) and (B, R): prompts padded on the left, responses on the right."""
     prompt, response = widths
-    width = {PROMPT: prompt, RESPONSE: response, BOTH: prompt + response}
+    width = {"prompt": prompt, "response": response, "both": prompt + response}
     starts = [prompt - len(ids) for ids in columns["prompts"]]
     tensors = {}
     for key, rows in columns.items():
@@ -210,7 +204,7 @@ def _pad_columns(
         tensor = torch.full(shape, filler, dtype=dtype, device="cpu")
         padded = tensor.numpy()
         for at, values in enumerate(rows):
-            start = 0 if part is RESPONSE else starts[at]
+            start = 0 if part == "response" else starts[at]
             padded[at, start : start + len(values)] = values
         tensors[key] = tensor
     if tensors["position_ids"].dim() == 3:  # of an M-RoPE family: (B, 3 or 4, P + R)

@@ -98,10 +98,9 @@ def trajectory_line(trajectory: Trajectory, decode: Decode | None) -> bytes:
     def write(value: Any, name: str) -> Any:
         return _write(value, f"{trajectory.uid!r} member {trajectory.member}: {name}")
 
-    def write_messages(messages: Sequence[Message]) -> Any:
-        return write(list(map(drop_contents, messages)), "messages")
-
-    record: Any = pack_trajectory(trajectory, write, write_messages)
+    record: Any = pack_trajectory(
+        trajectory, write, lambda own: write(list(map(drop_contents, own)), "messages")
+    )
     record.metrics = make_floats(record.metrics)
     for each in (record, *record.segments):
         each.spans = each.spans and [_write_span(span, decode) for span in each.spans]
@@ -197,10 +196,9 @@ def _write(value: Any, where: str, depth: int = 0) -> Any:
 
 def _list_array(value: Any) -> Any:
     """Arrays and tensors as nested lists, their scalars as numbers."""
-    tolist = getattr(value, "tolist", None)
-    if tolist is None:
+    if not hasattr(value, "tolist"):
         raise TypeError(f"JSON cannot hold a {type(value).__qualname__}")
-    return tolist()
+    return value.tolist()
 
 
 def encode_json(record: Any) -> bytes:

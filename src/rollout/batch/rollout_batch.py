@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from tensordict import TensorDict
@@ -66,17 +65,11 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
         return int(self.tensors.batch_size[0])
 
     def __repr__(self) -> str:
-        tensors: Any = self.tensors
         counts = Counter(sample.outcome for sample in self.samples)
         outcomes = [f"{outcome}: {counts[outcome]}" for outcome in Outcome if counts[outcome]]
-        shapes = [
-            f"{key} ({len(value)}, …)" if value.is_nested else f"{key} {tuple(value.shape)}"
-            for key, value in tensors.items()
-        ]
-        return (
-            f"<RolloutBatch of {len(self)} rows ({', '.join(outcomes) or 'no outcomes'}); "
-            f"{', '.join(shapes[:2])}, …>"
-        )
+        rows = f"{len(self)} rows ({', '.join(outcomes) or 'no outcomes'})"
+        shapes = [f"{key} {tuple(value.shape)}" for key, value in self.tensors.items()]
+        return f"<RolloutBatch of {rows}; {', '.join(shapes[:2])}, …>"
 
     def save(self, directory: str | Path, *, overwrite: bool = False) -> None:
         """Write the batch to a directory that holds no other one; blocks while it writes.
@@ -89,14 +82,13 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
         nested lists); one that JSON cannot hold becomes its ``repr`` and logged.
 
         Args:
-            directory: Made where it is not there; may hold other files, or this batch already.
-            overwrite: Replace the files of another batch.
+            directory: Made where it is not there; may hold other files.
+            overwrite: Replace the files of a batch that is there.
 
         Raises:
-            RolloutError: The directory holds another batch, or files of such names; an image or
-                video has no content (of `load_trajectories`); or it cannot be written: names the
-                file, and where room lacks, what is needed and what there is. Nothing is left of the
-                attempt: make room and call it again.
+            RolloutError: The directory holds a batch, or files of such names; an image or video has
+                no content (of `load_trajectories`); or it cannot be written: names the file, and
+                where room lacks, what is needed and what there is. Nothing is left of the attempt.
         """
         write_batch(Path(directory), self, overwrite=overwrite)
 

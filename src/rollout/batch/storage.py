@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 from contextlib import suppress
 from functools import cached_property, partial
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,18 +27,16 @@ from rollout.disk_room import unwritable
 from rollout.engine.model_files import load_decoder
 from rollout.errors import RolloutError
 from rollout.media.records import KnownContents
-from rollout.plurals import count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from rollout.chat.trajectory import Trajectory
 
 TENSORS = "tensors.safetensors"
 SAMPLES = "samples.jsonl"
 TRAJECTORIES = "trajectories.jsonl"
-#: What ``rollout run`` writes while it runs.
-JOURNAL = "trajectories.journal"
+JOURNAL = "trajectories.journal"  # what ``rollout run`` writes while it runs
 METRICS = "metrics.json"
 META = "meta.json"
 FILES = (TENSORS, SAMPLES, TRAJECTORIES, METRICS)
@@ -46,7 +44,7 @@ FILES = (TENSORS, SAMPLES, TRAJECTORIES, METRICS)
 MEDIA = "media.safetensors"
 
 #: Version of the files; another one is refused.
-FORMAT = 2
+FORMAT = 3
 
 #: A jagged tensor is two entries of the file: its values, and where each row begins.
 VALUES, OFFSETS = ".values", ".offsets"
@@ -55,11 +53,7 @@ T = TypeVar("T")
 
 
 class BatchTokenizer(msgspec.Struct, kw_only=True, dict=True):
-    """The tokenizer of a batch, as ``meta.json`` names it; it is loaded when somebody decodes.
-
-    Attributes:
-        path, revision: Of its model, as `model.path` and `model.revision`; a directory absolute.
-    """
+    """The tokenizer of a batch, by the path and revision of its model: loaded once it is used."""
 
     path: str
     revision: str | None = None
@@ -88,17 +82,12 @@ class BatchTokenizer(msgspec.Struct, kw_only=True, dict=True):
             ) from error
 
 
-class _File(msgspec.Struct, kw_only=True):
-    """What a file of the batch must be."""
-
-    bytes: int
-    sha256: str
-
-
 class _Meta(msgspec.Struct, kw_only=True):
+    """The other files are listed with the SHA-256 of each."""
+
     format: int
     rows: int
-    files: dict[str, _File]
+    files: dict[str, str]
     tokenizer: BatchTokenizer | None = None
 
 
@@ -106,7 +95,7 @@ def write_batch(directory: Path, batch: Any, *, overwrite: bool) -> None:
     """Write a `RolloutBatch`; see its `save`."""
     files = _encode_files(batch)
     if not overwrite:
-        _check_free(directory, files)
+        _check_free(directory)
     path = directory
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -149,31 +138,19 @@ def _encode_files(batch: Any) -> dict[str, bytes]:
     meta = _Meta(
         format=FORMAT,
         rows=len(batch.samples),
-        files={name: _describe(content) for name, content in files.items()},
+        files={name: sha256(content).hexdigest() for name, content in files.items()},
         tokenizer=batch.tokenizer,
     )
     return files | {META: msgspec.json.format(encode_json(meta))}
 
 
-def _check_free(directory: Path, files: Mapping[str, bytes]) -> None:
+def _check_free(directory: Path) -> None:
     """Refuse to write over files of another batch or of something else."""
-    found = [name for name in (META, *FILES, MEDIA) if (directory / name).exists()]
-    if not found:
-        return
-    what = "other files"
-    with suppress(RolloutError):
-        meta = _read_meta(directory / META)
-        if all(meta.files[name] == _describe(files[name]) for name in (SAMPLES, TRAJECTORIES)):
-            return
-        what = f"another batch, of {count(meta.rows, 'row')}"
-    raise RolloutError(
-        f"{directory} holds {what} ({', '.join(found)}); expected an empty or new directory, or "
-        "save(…, overwrite=True)"
-    )
-
-
-def _describe(content: bytes) -> _File:
-    return _File(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+    if found := [name for name in (META, *FILES, MEDIA) if (directory / name).exists()]:
+        raise RolloutError(
+            f"{directory} holds {', '.join(found)}, of another batch or of something else; "
+            "expected an empty or new directory, or save(…, overwrite=True)"
+        )
 
 
 def _dump_tensors(tensors: Any) -> bytes:
@@ -182,33 +159,27 @@ def _dump_tensors(tensors: Any) -> bytes:
     for key, value in tensors.items():
         if not isinstance(key, str) or not isinstance(value, torch.Tensor):
             raise RolloutError(f"tensors[{key!r}] cannot be saved: expected a flat dict of tensors")
-        parts = {key: value}
         if value.is_nested:
             offsets = value.offsets()  # type: ignore[attr-defined]
-            parts = {key + VALUES: value.values(), key + OFFSETS: offsets}
-        entries |= parts
+            entries |= {key + VALUES: value.values(), key + OFFSETS: offsets}
+        else:
+            entries[key] = value
     # Cloned, because safetensors refuses tensors that share memory.
-    own = {key: each.detach().cpu().contiguous().clone() for key, each in entries.items()}
-    return safetensors.torch.save(own)
+    return safetensors.torch.save(
+        {key: each.detach().cpu().contiguous().clone() for key, each in entries.items()}
+    )
 
 
 def read_batch(directory: Path, moved_to: str | None = None) -> dict[str, Any]:
-    """The fields of a `RolloutBatch`; see its `load`.
-
-    Args:
-        directory: Where it is.
-        moved_to: Where its tokenizer is; None: where `meta.json` says.
-    """
+    """The fields of a `RolloutBatch`; see its `load`. Its tokenizer may have moved."""
     meta = _read_meta(directory / META)
     files = {}
     for name in (*FILES, *({MEDIA} & meta.files.keys())):
         files[name] = _read(directory / name)
-        found, expected = _describe(files[name]), meta.files[name]
-        if found != expected:
+        if sha256(files[name]).hexdigest() != meta.files[name]:
             raise RolloutError(
-                f"{directory / name} is not the file that {META} lists ({found.bytes} bytes, "
-                f"expected {expected.bytes}; or another checksum): it was changed, or a save was "
-                "cut short"
+                f"{directory / name} is not the file that {META} lists, by its checksum: it was "
+                "changed, or a save was cut short"
             )
     media = safetensors.torch.load(files[MEDIA]) if MEDIA in files else {}
     contents = {digest: tensor.numpy().tobytes() for digest, tensor in media.items()}
