@@ -204,6 +204,7 @@ async def score_in_order(trajectory: Trajectory) -> float:
     number = int(trajectory.uid.removeprefix("p"))
     if number:
         await STAGES["it"].until(f"ended p{number - 1}", 2)
+        await anyio.wait_all_tasks_blocked()  # their rewards are called, and reach their group now
     return await score(trajectory)
 
 
