@@ -22,7 +22,9 @@ line is the result as JSON:
     stall_ms_N             longest CPU time of the loop's thread between two ticks of 5 ms, in
                            `stream` or `generate`, with N trajectories
     first_generate_stall_ms  … in the first `generate` of a process
-    bytes_per_token        resident memory that 10,000 finished trajectories take, for each token
+    bytes_per_token        resident memory that two further batches of 10,000 finished trajectories
+                           add, for each token
+    first_bytes_per_token  … that the first one adds, with what its agents took while they ran
     kb_idle                … that a running agent takes, 100,000 of which await their engine
     collate_ratio          verl's padding of 1024 x (1024 + 4096) over `collate`, CPU
     collate_stall_ms       longest stall from the end of the last trajectory to `generate`'s return

@@ -191,7 +191,8 @@ def memory(bench: Bench) -> None:
     """Bytes of resident memory for a token."""
     options = {"what": "tokens", "directory": bench.directory, "n": bench.sizes.large}
     bench.details["memory"] = bench.once("driver_cases.memory", options)
-    bench.figures["bytes_per_token"] = bench.details["memory"]["bytes_per_token"]
+    for name in ("bytes_per_token", "first_bytes_per_token"):
+        bench.figures[name] = bench.details["memory"][name]
 
 
 def idle(bench: Bench) -> None:

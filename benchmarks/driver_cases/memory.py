@@ -2,11 +2,10 @@
 
     python -m driver_cases.memory '{"what": "tokens", "directory": …, "n": 10000}'
 
-"tokens": bytes of resident memory for each token of finished trajectories that the caller keeps.
-"idle": kilobytes of it for each running agent, when all of them await the first answer. Both are
-what the process has more than before the call, whatever for. The first batch of "tokens" counts
-what its agents took while they ran, which Python keeps for the next ones; `kept_bytes_per_token`
-is what two further batches add.
+"tokens": bytes of resident memory that batches of which the caller keeps all trajectories add, for
+each token: the first one, in which Python keeps what its agents took while they ran ("idle" counts
+that), and two further ones, which use that again.
+"idle": kilobytes that a call adds for each running agent, when all of them await the first answer.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ async def tokens(side: OurSide) -> dict[str, Any]:
     gc.collect()
     added = rss_bytes() - after_first
     return {
-        "bytes_per_token": held / count,
-        "kept_bytes_per_token": added / (contents(kept)["tokens"] - count),
+        "bytes_per_token": added / (contents(kept)["tokens"] - count),
+        "first_bytes_per_token": held / count,
         "tokens": count,
         "rss_mb": after_first / 1e6,
     }
