@@ -93,7 +93,7 @@ class RolloutRuntime:
             runner,
             run_seed,
             self.admission,
-            lambda job, name=None: self._tasks.start_soon(job, name=name),  # there is no group yet
+            lambda *job, name=None: self._tasks.start_soon(*job, name=name),  # no group yet
             RunLog() if journal is None else CallLog(journal),
         )
         self._tasks: TaskGroup

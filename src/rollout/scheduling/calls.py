@@ -353,7 +353,7 @@ class Call(ABC):
     def _start_judging(self, group: MemberGroup) -> None:
         """Judge a complete group in a task of its own: who admits must not wait for rewards."""
         judge = partial(self._judge, group, self._complete(group))
-        self.scheduler.start(partial(self._guard, judge))
+        self.scheduler.start(self._guard, judge)
 
     def _complete(self, group: MemberGroup) -> dict[Member, Trajectory]:
         """Cancel the members of a complete group that are not wanted; return the wanted ones."""

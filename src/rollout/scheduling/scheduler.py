@@ -156,7 +156,7 @@ class Scheduler:
         else:
             self.live[member] = None
             member.clock = Clock(deadline, self.containment.clock)
-            self.start(lambda: self._run_member(member), member.identity.uid)
+            self.start(self._run_member, member, name=member.identity.uid)
 
     async def _run_member(self, member: Member) -> None:
         """Run a member to its trajectory, have its call take that, and free the slot."""
