@@ -255,8 +255,11 @@ class WorkerThreads:
         loop = self._loop = asyncio.new_event_loop()
 
         async def wait_for_close() -> None:
-            watching = self._watch and asyncio.ensure_future(self._watch())  # noqa: F841
-            await self._leave_loop.wait()
+            async with anyio.create_task_group() as tasks:
+                if self._watch is not None:
+                    tasks.start_soon(self._watch)
+                await self._leave_loop.wait()
+                tasks.cancel_scope.cancel()
 
         def run() -> None:
             with asyncio.Runner(loop_factory=lambda: loop) as runner:
