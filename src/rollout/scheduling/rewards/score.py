@@ -160,9 +160,7 @@ class RewardCall:
             answer = await self._attempt(pause_s)
             if not isinstance(answer, Ending):
                 return answer
-            is_stuck = answer.reason == UNRESPONSIVE
-            self._services.tally.unresponsive += is_stuck
-            has_failed = answer.outcome is Outcome.FAILED and not is_stuck
+            has_failed = answer.outcome is Outcome.FAILED and answer.reason != UNRESPONSIVE
             may_pass = has_failed or answer.limit_source == LIMIT
             if not may_pass or self._is_over or retries == settings.retries:
                 return answer
@@ -178,7 +176,12 @@ class RewardCall:
             member.set_running(self)
         try:
             rewards = await code.run(partial(self._call, pause_s))
+        except BaseException:
+            if code.unresponsive is not None:  # no trajectory says so
+                logger.warning("%s: %s", self._what, code.unresponsive)
+            raise
         finally:
+            self._services.tally.unresponsive += code.unresponsive is not None
             for member in self.members:
                 member.running = None
         if code.unresponsive is not None:
