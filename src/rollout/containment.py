@@ -172,7 +172,6 @@ class Contained(Generic[T]):
 
     def raise_unresponsive(self) -> None:
         """Raise where it was stopped."""
-        self.tell_outside()
         if self.unresponsive is not None:
             raise self.unresponsive
 
