@@ -176,12 +176,10 @@ class RewardCall:
             member.set_running(self)
         try:
             rewards = await code.run(partial(self._call, pause_s))
-        except BaseException:
-            if code.unresponsive is not None:  # no trajectory says so
-                logger.warning("%s: %s", self._what, code.unresponsive)
-            raise
         finally:
-            self._services.tally.unresponsive += code.unresponsive is not None
+            if code.unresponsive is not None:  # trajectories may have been cancelled, or be carried
+                self._services.tally.unresponsive += 1
+                logger.warning("%s: %s", self._what, code.unresponsive)
             for member in self.members:
                 member.running = None
         if code.unresponsive is not None:
