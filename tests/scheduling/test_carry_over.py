@@ -374,9 +374,9 @@ async def test_time_of_a_group_does_not_end_the_reward_of_a_member_that_was_carr
         return 1.0
 
     scheduling = SchedulingConfig(samples_per_prompt=2, groups=CARRY, max_in_flight=3)
-    sections = {"scheduling": scheduling, "agent": AgentConfig(name="uneven")}
+    setup = config(scheduling=scheduling, agent=AgentConfig(name="uneven"))
     source = [user("x", uid=f"p{number}") for number in range(2)]
-    async with rollout.open_rollout(config(**sections), reward=reward) as runtime:
+    async with rollout.open_rollout(setup, reward=reward) as runtime:
         await runtime.collect(source, 1, step=0)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(runtime.generate, [user("x", uid="p1")])  # leaves one slot
