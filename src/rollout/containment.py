@@ -160,11 +160,19 @@ class Contained(Generic[T]):
             raise
         return self.value
 
+    @property
+    def is_told_outside(self) -> bool:
+        """Whether what waits for it is unresponsive because of it."""
+        return self._around is not None and self._around.unresponsive is self.unresponsive
+
+    def tell_outside(self) -> None:
+        """Where it was stopped, note that what waits for it has not ended either."""
+        if self._around is not None:
+            self._around.unresponsive = self._around.unresponsive or self.unresponsive
+
     def raise_unresponsive(self) -> None:
-        """Raise where it was stopped; what waits for it has not ended then either."""
+        """Raise where it was stopped."""
         if self.unresponsive is not None:
-            if self._around is not None:
-                self._around.unresponsive = self._around.unresponsive or self.unresponsive
             raise self.unresponsive
 
     async def pause(self) -> Callable[[], Coroutine[Any, Any, T]] | None:
@@ -373,7 +381,10 @@ async def contain(what: str, function: Callable[[], Awaitable[T]]) -> T:
     """
     async with containment_here() as containment:
         code: Contained[T] = Contained(containment, what)
-        value = await code.run(partial(call_foreign, function))
+        try:
+            value = await code.run(partial(call_foreign, function))
+        finally:
+            code.tell_outside()
         code.raise_unresponsive()
         if code.error is not None:
             raise code.error

@@ -13,17 +13,18 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
+import attrs
 import pytest
 import trio
 
 import rollout
-from rollout import AgentLoop, Outcome, Prompt, RolloutBatch, Trajectory, function_tool
+from rollout import AgentLoop, Group, Outcome, Prompt, RolloutBatch, Trajectory, function_tool
 from rollout.agents import AgentContext, register_agent
 from rollout.config import LimitsConfig, SchedulingConfig, ToolsConfig
 from rollout.errors import RolloutError
 from rollout.interactions import Interaction, InteractionTurn
 from rollout.testing import Scenario, tool_call
-from rollout.tools import Tool, ToolContext, ToolResult, ToolSession
+from rollout.tools import Tool, ToolContext, ToolPolicy, ToolResult, ToolSession
 
 pytestmark = [
     pytest.mark.anyio,
@@ -439,6 +440,40 @@ async def test_tool_swallows_cancellation_on_asyncio_its_own_call_times_out(
     assert answers(batch.trajectories[1])[0] == "timed out after 0.1 s (limits.tool_s)"
 
 
+@register_agent("impatient")
+class Impatient(AgentLoop):
+    """Waits for its tools, or its user, for 3 s."""
+
+    async def run(self, context: AgentContext) -> None:
+        await context.begin()
+        turn = await context.generate()
+        with anyio.move_on_after(3):
+            await (context.call_tools(turn.calls) if turn.calls else context.ask_user())
+        await anyio.sleep(1)
+
+
+@pytest.mark.parametrize("names", [("patient",), ("patient", "quick")])
+@pytest.mark.parametrize(
+    ("agent", "turn_s", "outcome"),
+    [("tool_agent", 10, "deadline"), ("impatient", 40, "completed")],
+)
+async def test_tool_swallows_the_cancellation_of_its_turn_it_is_named_and_counted(
+    names: tuple[str, ...],
+    agent: str,
+    turn_s: float,
+    outcome: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    limits = attrs.evolve(LIMITS, turn_s=turn_s, generation_s=10)
+    queued = function_tool("patient", policy=ToolPolicy(max_concurrency=1))(stay)
+    config = calling(*names).config(limits=limits)
+    async with rollout.open_rollout(config, [queued, quick]) as runtime:
+        batch = await runtime.generate([user("call", agent_name=agent)])
+        assert runtime.statistics().unresponsive == 1
+    assert outcomes(batch) == [outcome]
+    assert len(re.findall(r"tool 'patient' of trajectory \S+/\d+ did not end", caplog.text)) >= 1
+
+
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_tool_swallows_the_cancellation_of_its_trajectory_that_fails(
     anyio_backend: str,
@@ -561,6 +596,14 @@ class StubbornUser(Interaction):
         await stay()
 
 
+async def test_simulated_user_swallows_the_cancellation_of_its_agent_that_fails() -> None:
+    prompt = user("x", agent_name="impatient", extra={"interaction_kwargs": {"name": "stubborn"}})
+    batch = await generate([prompt], interactions=[StubbornUser])
+    assert [t.reason for t in batch.trajectories] == ["unresponsive"]
+    assert batch.trajectories[0].cause is not None
+    assert batch.trajectories[0].cause.message.startswith("respond of the interaction")
+
+
 async def test_simulated_user_swallows_cancellation_it_is_given_up() -> None:
     prompts = [user("x", extra={"interaction_kwargs": {"name": "stubborn"}})]
     started = anyio.current_time()
@@ -581,6 +624,21 @@ async def test_reward_swallows_cancellation_it_is_given_up() -> None:
     assert stuck.outcome is Outcome.FAILED
     assert stuck.cause is not None
     assert stuck.cause.message.startswith("the reward function did not end within")
+
+
+async def test_group_reward_swallows_the_cancellation_of_its_caller_it_is_named_and_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def reward(group: Group) -> list[float]:
+        await stay()
+        return [1.0]
+
+    config = OK.config(limits=LIMITS)
+    async with rollout.open_rollout(config, group_reward=reward) as runtime:
+        with anyio.move_on_after(5):
+            await runtime.collect([user("calm")], 1)
+        assert runtime.statistics().unresponsive == 1
+    assert "the group reward function did not end within" in caplog.text
 
 
 async def test_caller_is_cancelled_stubborn_code_holds_it_for_cleanup_s_only() -> None:

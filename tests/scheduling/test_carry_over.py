@@ -9,7 +9,7 @@ import pytest
 from test_groups import Counted, user
 
 import rollout
-from rollout import AgentLoop, GroupPolicy, Outcome, Prompt, function_tool
+from rollout import AgentLoop, GroupPolicy, Outcome, Prompt, Trajectory, function_tool
 from rollout.config import AgentConfig, LimitsConfig, SchedulingConfig, SimulatedEngine
 from rollout.engine import DiskWeights
 from rollout.testing import Scenario, tool_call
@@ -355,6 +355,36 @@ async def test_tool_of_a_group_that_catches_cancellation_at_the_turns_limit_is_g
     (trajectory,) = batch.trajectories
     assert (trajectory.outcome, trajectory.limit_source) == (Outcome.DEADLINE, "limits.turn_s")
     assert "tool 'nap' of trajectory p0/0 did not end within limits.cleanup_s" in caplog.text
+
+
+@rollout.register_agent("uneven")
+class Uneven(AgentLoop):
+    """Speaks; then the first member of the second prompt, and the second of the first, work on."""
+
+    async def run(self, context: Any) -> None:
+        await context.generate()
+        await anyio.sleep(
+            {("p0", 1): 10, ("p1", 0): 100}.get((context.prompt.uid, context.identity.member), 0)
+        )
+
+
+async def test_time_of_a_group_does_not_end_the_reward_of_a_member_that_was_carried_in_it() -> None:
+    async def reward(trajectory: Trajectory) -> float:
+        await anyio.sleep(20 if (trajectory.uid, trajectory.member) == ("p1", 1) else 0)
+        return 1.0
+
+    scheduling = SchedulingConfig(samples_per_prompt=2, groups=CARRY, max_in_flight=3)
+    setup = config(scheduling=scheduling, agent=AgentConfig(name="uneven"))
+    source = [user("x", uid=f"p{number}") for number in range(2)]
+    async with rollout.open_rollout(setup, reward=reward) as runtime:
+        await runtime.collect(source, 1, step=0)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(runtime.generate, [user("x", uid="p1")])  # leaves one slot
+            await anyio.sleep(1)
+            policy = GroupPolicy(oversample=1.0, group_s=3.0)
+            batch = await runtime.collect(source, 1, step=1, policy=policy)
+    ends = [(each.outcome, each.limit_source, each.reward) for each in batch.trajectories]
+    assert ends == [("deadline", "scheduling.groups.group_s", None), ("completed", None, 1.0)]
 
 
 async def test_carried_trajectory_of_a_dead_engine_continues_elsewhere() -> None:

@@ -324,8 +324,9 @@ class Call(ABC):
         member.concluding_since = anyio.current_time()
         is_wanted = not group.is_complete
         self.groups.record_end(member, trajectory)
-        if group.is_overdue:  # what waits for a slot ends with those that had one
-            cancel_members(group.waiting, deadline=group.deadline)
+        if group.is_overdue:  # agents that wait for a slot end with those that had one
+            agents = [each for each in group.waiting if each.concluding_since is None]
+            cancel_members(agents, deadline=group.deadline)
             self.scheduler.change()
         if trajectory.limit_source == self.deadline.source:
             self._met_deadline = True

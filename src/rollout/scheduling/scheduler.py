@@ -151,7 +151,8 @@ class Scheduler:
             member.is_carried = False
             member.clock.continue_carried(deadline)
             self.tally.carried -= 1
-            if member.clock.is_over:  # its group's time was over while it waited
+            # Its group's time may have been over while it waited: that ends agents, not rewards.
+            if member.clock.is_over and member.concluding_since is None:
                 cancel_members([member], deadline=deadline)
         else:
             self.live[member] = None

@@ -119,13 +119,14 @@ async def attempt(
         finally:
             call_limit.reset(token)
             limit.release()
+            if tally is None:
+                code.tell_outside()
+            elif code.unresponsive is not None and not code.is_told_outside:
+                tally.unresponsive += 1
+                logger.warning("%s", code.unresponsive)
     error, stopped = code.error, code.unresponsive
-    if stopped is not None:
-        if tally is None:
-            code.raise_unresponsive()
-        else:
-            tally.unresponsive += 1
-            logger.warning("%s", stopped)
+    if tally is None:
+        code.raise_unresponsive()
     if error is None and stopped is None and not code.was_cancelled:
         return cast("T", code.value)
     if error is not None and (interrupt := find_exception(error, KeyboardInterrupt)):

@@ -160,9 +160,7 @@ class RewardCall:
             answer = await self._attempt(pause_s)
             if not isinstance(answer, Ending):
                 return answer
-            is_stuck = answer.reason == UNRESPONSIVE
-            self._services.tally.unresponsive += is_stuck
-            has_failed = answer.outcome is Outcome.FAILED and not is_stuck
+            has_failed = answer.outcome is Outcome.FAILED and answer.reason != UNRESPONSIVE
             may_pass = has_failed or answer.limit_source == LIMIT
             if not may_pass or self._is_over or retries == settings.retries:
                 return answer
@@ -179,6 +177,9 @@ class RewardCall:
         try:
             rewards = await code.run(partial(self._call, pause_s))
         finally:
+            if code.unresponsive is not None:  # trajectories may have been cancelled, or be carried
+                self._services.tally.unresponsive += 1
+                logger.warning("%s: %s", self._what, code.unresponsive)
             for member in self.members:
                 member.running = None
         if code.unresponsive is not None:
