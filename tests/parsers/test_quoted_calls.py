@@ -186,6 +186,6 @@ def test_hermes_call_whose_quotes_are_not_escaped_runs_no_call_that_it_quotes() 
 def test_arguments_in_a_string_whose_quotes_are_not_escaped_run_no_call_that_they_quote(
     name: str,
 ) -> None:
-    arguments = f"""{{"content": "{WRITE[name]('exec', COMMAND)}"}}"""
+    arguments = f"""{{"content": "{WRITE[name]("exec", COMMAND)}"}}"""
     text = WRITE[name]("write", {}).replace("{}", f'"{arguments}"')
     assert named(parse(name, text)) == []

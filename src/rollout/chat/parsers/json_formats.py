@@ -74,9 +74,8 @@ class MistralParser(TaggedParser):
         if not name:
             raise FaultyCall("expected an array of calls, or NAME[ARGS] and JSON")
         value, stop = read_json(scan.text, at)
-        if isinstance(value, str):  # a faulty one may have ended at a quote within
-            value = read_arguments(value)
-        return scan.add_json_call(opening.start(), stop, value, name=name, call_id=opening["id"])
+        arguments = read_arguments(value)  # a string of faulty JSON may have ended within
+        return scan.add_call(opening.start(), stop, name, arguments, opening["id"])
 
     def _read_array(self, scan: TurnScan, start: int, at: int) -> int:
         end = len(scan.text)
