@@ -117,7 +117,8 @@ def _find_end_of_json(scan: TurnScan, body: int) -> int:
     """Where the JSON of a call ends; of faulty JSON where the message does that holds it."""
     try:
         value, stop = read_json(scan.text, scan.skip_space(body))
-        read_arguments(value)  # a string of faulty JSON may have ended at a quote within
+        if isinstance(value, str):  # a faulty one may have ended at a quote within
+            read_arguments(value)
         return stop
     except FaultyCall as fault:
         nesting = scan.nesting(_NESTED)

@@ -149,10 +149,11 @@ def read_bare(text: str) -> Any:
         return None
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    value = read_literal(text) if text.startswith(("{", "[", "(")) else read_json_text(text)
-    if isinstance(value, str):
-        raise ValueError("a text in quotes")
-    return value
+    if text.startswith(("{", "[", "(")):
+        return read_literal(text)
+    if not text.startswith(tuple("-0123456789")):  # a text, which JSON has in quotes only
+        raise ValueError("neither a constant, a number, a list nor an object")
+    return read_json_text(text)
 
 
 def unescape(body: str) -> str:
