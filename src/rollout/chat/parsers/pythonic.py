@@ -38,8 +38,8 @@ _PART = re.compile(
     rf"(?:{STRING}|[=:+-]|\s++|[\w.]++(?!\s+[\w.]))*+(?P<sign>[\[\](){{}},])?", re.DOTALL
 )
 _ESCAPE = re.compile(
-    r"\\(?:[0-3]?[0-7]{1,2}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4}"
-    r"|[\n\\'\"abfnrtv])"
+    r"(?:\\(?:[0-3]?[0-7]{1,2}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4}"
+    r"|[\n\\'\"abfnrtv]))+"
 )
 _CONSTANTS = {"true": "True", "false": "False", "null": "None"}
 _ENDS = {"[": "]", "(": ")", "{": "}"}
