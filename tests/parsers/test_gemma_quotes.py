@@ -185,3 +185,13 @@ def test_gemma_arguments_in_any_mix_of_quotings_come_back_equal(
     (call,) = get_tool_parser("gemma").parse(f"{opening}call:f{body}{end}").calls
     assert isinstance(call, ToolCall), call
     assert json.dumps(call.arguments) == json.dumps(arguments)
+
+
+@pytest.mark.parametrize(
+    ("deep", "reason"), [("x:[", "nested too deeply: "), ("call:f{", "expected , or ]: '")]
+)
+def test_gemma_call_is_read_up_to_its_first_fault(deep: str, reason: str) -> None:
+    text = f"<|tool_call>call:f{{x:[{deep.removeprefix('x:') * 100_000}"
+    (call,) = get_tool_parser("gemma").parse(text).calls
+    assert isinstance(call, InvalidToolCall)
+    assert call.reason.startswith(reason)

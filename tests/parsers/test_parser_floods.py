@@ -104,3 +104,13 @@ def test_parser_call_with_too_many_values_is_invalid(name: str, text: str, shown
     (call,) = get_tool_parser(name).parse(text.format("None," * MAX_VALUES)).calls
     assert isinstance(call, InvalidToolCall)
     assert call.reason.startswith(f"more than 50,000 values in a call: {shown}")
+
+
+def test_parser_value_that_may_be_text_only_is_read_as_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rollout.chat.parsers.argument_types.read_bare", lambda _: 1 / 0)
+    text = "<function=f><parameter=x>[{'a': 1}]</parameter></function>"
+    (call,) = get_tool_parser("qwen3_coder").parse(text).calls
+    assert isinstance(call, ToolCall)
+    assert call.arguments == {"x": "[{'a': 1}]"}

@@ -180,3 +180,12 @@ def test_hermes_call_whose_quotes_are_not_escaped_runs_no_call_that_it_quotes() 
     check_write(parse("hermes", text), "")
     both = f"{text}\n{WRITE['hermes']('add', {'a': 1, 'b': 2})}"
     check_write(parse("hermes", both), "", "add")
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "kimi_k2", "mistral"])
+def test_arguments_in_a_string_whose_quotes_are_not_escaped_run_no_call_that_they_quote(
+    name: str,
+) -> None:
+    arguments = f"""{{"content": "{WRITE[name]("exec", COMMAND)}"}}"""
+    text = WRITE[name]("write", {}).replace("{}", f'"{arguments}"')
+    assert named(parse(name, text)) == []

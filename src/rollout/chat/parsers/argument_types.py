@@ -69,6 +69,8 @@ class ArgumentTypes:
             with suppress(ValueError, TypeError, RecursionError):  # what a tool's author may write
                 if body == (choice if isinstance(choice, str) else json.dumps(choice)):
                     return choice
+        if types == {"string"}:
+            return text
         with suppress(ValueError):
             value = read_bare(body)
             kind = _TYPES[type(value)]

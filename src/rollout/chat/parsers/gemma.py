@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from rollout.chat.parsers.json_calls import FaultyCall, read_json_text, skip_space
+from rollout.chat.parsers.json_calls import MAX_DEPTH, FaultyCall, read_json_text, skip_space
 from rollout.chat.parsers.json_formats import OBJECT, read_objects
 from rollout.chat.parsers.pythonic import (
     CALL_LIST,
@@ -39,6 +39,7 @@ _BARE = re.compile(r"""\s*([^,{}\[\]<"'\s](?:[^,{}\[\]<]*[^,{}\[\]<\s])?)(?P<goe
 #: What a bare word may hold beside quotes that it leaves open; "it's" and "dogs'" open none.
 _CLOSED = re.compile(r"""[^"']++|"[^"]*"|(?<!\w)'[^']*'|(?<=\w)'""")
 _CLOSING = {"{": "}", "[": "]"}
+_STRINGS = json.JSONDecoder(strict=False)
 
 
 @register_tool_parser("gemma")
@@ -117,18 +118,23 @@ def _read_arguments(text: str, at: int) -> tuple[dict[str, Any], int]:
         if len(tokens) > 2 * MAX_VALUES:
             raise make_fault(f"more than {MAX_VALUES:,} values in a call", text, at)
         token, stop = text[at : at + 1], at + 1
-        if token in _CLOSING:
-            brackets.append(_CLOSING[token])
+        if token in (",", ":"):
+            pass
         elif token in ("}", "]"):
             brackets.pop()
             if tokens[-1] == ",":
                 tokens.pop()
-        elif token not in (",", ":"):
+        elif tokens[-1] not in ("", "{", "[", ",", ":"):
+            raise make_fault(f"expected , or {brackets[-1]}", text, at)
+        elif token in _CLOSING:
+            if len(brackets) > MAX_DEPTH:
+                raise make_fault("nested too deeply", text, at)
+            brackets.append(_CLOSING[token])
+        else:
             is_key = brackets[-1] == "}" and tokens[-1] in ("{", ",")
             value, stop = _read_value(text, at, is_key=is_key)
             if stop == at:
-                end = "a value" if tokens[-1] in ("{", "[", ",", ":") else f", or {brackets[-1]}"
-                raise make_fault(f"expected {end}", text, at)
+                raise make_fault("expected a value", text, at)
             token = json.dumps(value)
         tokens.append(token)
         at = stop
@@ -169,7 +175,7 @@ def _read_value(text: str, at: int, *, is_key: bool) -> tuple[Any, int]:
 def _read_json_string(body: str) -> str:
     """What stands between double quotes in JSON, or else, by its escapes, in Python."""
     try:
-        return str(json.loads(f'"{body}"', strict=False))
+        return str(_STRINGS.decode(f'"{body}"'))
     except ValueError:
         return unescape(body)
 

@@ -6,7 +6,7 @@ import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from rollout.chat.parsers.json_calls import FaultyCall, read_json, read_json_text
+from rollout.chat.parsers.json_calls import FaultyCall, read_arguments, read_json, read_json_text
 from rollout.chat.parsers.registry import ParsedTurn, register_tool_parser
 from rollout.chat.parsers.scan import MAX_TAGS, TooManyCalls, TurnScan
 
@@ -116,7 +116,10 @@ def _read_message(scan: TurnScan, start: int, body: int, header: str) -> int:
 def _find_end_of_json(scan: TurnScan, body: int) -> int:
     """Where the JSON of a call ends; of faulty JSON where the message does that holds it."""
     try:
-        return read_json(scan.text, scan.skip_space(body))[1]
+        value, stop = read_json(scan.text, scan.skip_space(body))
+        if isinstance(value, str):  # a faulty one may have ended at a quote within
+            read_arguments(value)
+        return stop
     except FaultyCall as fault:
         nesting = scan.nesting(_NESTED)
         end = None if fault.is_cut else nesting.find_end(body)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from rollout.chat.parsers.json_calls import GAP, FaultyCall, read_json
+from rollout.chat.parsers.json_calls import GAP, FaultyCall, read_arguments, read_json
 from rollout.chat.parsers.pythonic import read_keywords
 from rollout.chat.parsers.registry import register_tool_parser
 from rollout.chat.parsers.scan import TaggedParser, TurnScan
@@ -74,7 +74,8 @@ class MistralParser(TaggedParser):
         if not name:
             raise FaultyCall("expected an array of calls, or NAME[ARGS] and JSON")
         value, stop = read_json(scan.text, at)
-        return scan.add_json_call(opening.start(), stop, value, name=name, call_id=opening["id"])
+        arguments = read_arguments(value)  # a string of faulty JSON may have ended within
+        return scan.add_call(opening.start(), stop, name, arguments, opening["id"])
 
     def _read_array(self, scan: TurnScan, start: int, at: int) -> int:
         end = len(scan.text)

@@ -38,8 +38,8 @@ _PART = re.compile(
     rf"(?:{STRING}|[=:+-]|\s++|[\w.]++(?!\s+[\w.]))*+(?P<sign>[\[\](){{}},])?", re.DOTALL
 )
 _ESCAPE = re.compile(
-    r"\\(?:[0-3]?[0-7]{1,2}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4}"
-    r"|[\n\\'\"abfnrtv])"
+    r"(?:\\(?:[0-3]?[0-7]{1,2}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4}"
+    r"|[\n\\'\"abfnrtv]))+"
 )
 _CONSTANTS = {"true": "True", "false": "False", "null": "None"}
 _ENDS = {"[": "]", "(": ")", "{": "}"}
@@ -149,10 +149,11 @@ def read_bare(text: str) -> Any:
         return None
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    value = read_literal(text) if text.startswith(("{", "[", "(")) else read_json_text(text)
-    if isinstance(value, str):
-        raise ValueError("a text in quotes")
-    return value
+    if text.startswith(("{", "[", "(")):
+        return read_literal(text)
+    if not text.startswith(tuple("-0123456789")):  # a text, which JSON has in quotes only
+        raise ValueError("neither a constant, a number, a list nor an object")
+    return read_json_text(text)
 
 
 def unescape(body: str) -> str:
