@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 import anyio
@@ -14,6 +14,7 @@ from trio.testing import MockClock
 
 import fake_core
 from fake_core import CountingCore
+from rollout.engine.channel.channel import Channel
 from rollout.engine.channel.core_hosting import LAST_ANSWERS_S, watch_core
 from rollout.engine.core import Chunk, GenerationRequest, SamplingParams
 from rollout.engine.placement.in_process import InProcess
@@ -21,7 +22,7 @@ from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
 from rollout.engine.routing import Router
-from rollout.errors import EngineError, LimitExceeded
+from rollout.errors import ChannelError, EngineError, LimitExceeded
 from rollout.limits import NEVER, Clock, Deadline
 
 pytestmark = pytest.mark.anyio
@@ -107,6 +108,24 @@ async def test_generate_cancelled_keeps_tokens_and_the_engine_confirms(cores: li
         assert list(generation.ids) == [8, 9, 10]
         assert in_flight(pool) == [(0, 0)]
         assert not cores[0]._aborted
+
+
+@pytest.mark.parametrize("fault", ["cancelled", "too long"])
+async def test_generate_that_is_never_sent_takes_no_place_at_its_replica(
+    cores: list[Any], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    async def wait_long(channel: Channel) -> None:
+        await anyio.sleep(2.0)
+        if fault == "too long":
+            raise ChannelError("the request does not fit")
+
+    async with pool_of(max_requests=1).serving() as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(Channel, "wait_for_room", wait_long)
+            with anyio.move_on_after(1.0 if fault == "cancelled" else 3.0), suppress(ChannelError):
+                await ask(pool, 1, 1)
+        assert in_flight(pool) == [(0, 0)]
+        assert list((await ask(pool, 1, 1)).ids) == [2]
 
 
 async def test_generate_full_engine_others_wait_in_their_order(cores: list[Any]) -> None:
