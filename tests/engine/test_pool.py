@@ -225,6 +225,19 @@ async def test_open_start_takes_too_long_says_how_long(monkeypatch: pytest.Monke
     assert str(caught.value) == "engine-0: not ready after engine.start_timeout_s = 5 s"
 
 
+async def test_silent_engine_that_takes_no_new_connection_is_restarted(cores: list[Any]) -> None:
+    async with pool_of(token_s=1000.0, policy="fail").serving() as pool:
+        start = anyio.current_time()
+        cores[0].on_freeze()
+        with pytest.raises(EngineError, match=r"^engine-0: silent for 5.0 s$"):
+            await ask(pool, 1, 1)
+        assert anyio.current_time() - start == pytest.approx(5.0)
+        with anyio.fail_after(5.0 + 5.0 + 2.0):  # `reconnect_s`, the last handshake, the pause
+            while pool.statistics()[0].starts == 1:
+                await anyio.sleep(0.5)
+    assert len(cores) == 2
+
+
 FAULTS = {
     "repeated": ([0, 1, 1, 2], [2, 3, 4]),
     "missing for a while": ([0, 2], [2, 2, 2]),
