@@ -110,6 +110,21 @@ async def test_generate_cancelled_keeps_tokens_and_the_engine_confirms(cores: li
         assert not cores[0]._aborted
 
 
+async def test_generate_cancelled_and_not_answered_in_time_keeps_what_it_had(
+    cores: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pool_of(token_s=1.0, last_answer_s=0.5).serving() as pool:
+        monkeypatch.setattr(cores[0], "abort_nowait", lambda _: None)
+        generation, asked = Generation(), SamplingParams(max_new_tokens=9)
+        with anyio.move_on_after(2.2):
+            prompt = array("i", [7]).tobytes()
+            await pool.generate(generation.ask(session_id="s", prompt_ids=prompt, sampling=asked))
+        await anyio.sleep(9.0)
+        assert list(generation.ids) == [8, 9]
+        (replica,) = pool.statistics()
+        assert (replica.tokens.taken, replica.tokens.late, replica.in_flight) == (2, 7, 0)
+
+
 @pytest.mark.parametrize("fault", ["cancelled", "too long"])
 async def test_generate_that_is_never_sent_takes_no_place_at_its_replica(
     cores: list[Any], monkeypatch: pytest.MonkeyPatch, fault: str
