@@ -102,6 +102,18 @@ def assert_equal_transcripts(one: Transcript, other: Transcript) -> None:
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_batch_tensors_of_a_trainer_come_back_under_any_name(layout: Any, tmp_path: Path) -> None:
+    batch = collate(trajectories(), LENGTHS, 0, layout)
+    own = {f"image.{name}": torch.arange(2) for name in ("offsets", "values")}
+    own["tile.offsets"] = torch.ones(2, 3)
+    batch.tensors.update(own)
+    batch.save(tmp_path)
+    loaded: Any = RolloutBatch.load(tmp_path).tensors
+    assert loaded.keys() == batch.tensors.keys()
+    assert all(torch.equal(loaded[name], value) for name, value in own.items())
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_batch_saved_and_loaded_is_the_same(layout: Any, tmp_path: Path) -> None:
     batch = collate(trajectories(), LENGTHS, 0, layout, decode=text_of)
     batch.save(tmp_path / "new" / "batch")

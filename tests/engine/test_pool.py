@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 import anyio
@@ -14,6 +14,7 @@ from trio.testing import MockClock
 
 import fake_core
 from fake_core import CountingCore
+from rollout.engine.channel.channel import Channel
 from rollout.engine.channel.core_hosting import LAST_ANSWERS_S, watch_core
 from rollout.engine.core import Chunk, GenerationRequest, SamplingParams
 from rollout.engine.placement.in_process import InProcess
@@ -21,7 +22,7 @@ from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
 from rollout.engine.routing import Router
-from rollout.errors import EngineError, LimitExceeded
+from rollout.errors import ChannelError, EngineError, LimitExceeded
 from rollout.limits import NEVER, Clock, Deadline
 
 pytestmark = pytest.mark.anyio
@@ -107,6 +108,39 @@ async def test_generate_cancelled_keeps_tokens_and_the_engine_confirms(cores: li
         assert list(generation.ids) == [8, 9, 10]
         assert in_flight(pool) == [(0, 0)]
         assert not cores[0]._aborted
+
+
+async def test_generate_cancelled_and_not_answered_in_time_keeps_what_it_had(
+    cores: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pool_of(token_s=1.0, last_answer_s=0.5).serving() as pool:
+        monkeypatch.setattr(cores[0], "abort_nowait", lambda _: None)
+        generation, asked = Generation(), SamplingParams(max_new_tokens=9)
+        with anyio.move_on_after(2.2):
+            prompt = array("i", [7]).tobytes()
+            await pool.generate(generation.ask(session_id="s", prompt_ids=prompt, sampling=asked))
+        await anyio.sleep(9.0)
+        assert list(generation.ids) == [8, 9]
+        (replica,) = pool.statistics()
+        assert (replica.tokens.taken, replica.tokens.late, replica.in_flight) == (2, 7, 0)
+
+
+@pytest.mark.parametrize("fault", ["cancelled", "too long"])
+async def test_generate_that_is_never_sent_takes_no_place_at_its_replica(
+    cores: list[Any], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    async def wait_long(channel: Channel) -> None:
+        await anyio.sleep(2.0)
+        if fault == "too long":
+            raise ChannelError("the request does not fit")
+
+    async with pool_of(max_requests=1).serving() as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(Channel, "wait_for_room", wait_long)
+            with anyio.move_on_after(1.0 if fault == "cancelled" else 3.0), suppress(ChannelError):
+                await ask(pool, 1, 1)
+        assert in_flight(pool) == [(0, 0)]
+        assert list((await ask(pool, 1, 1)).ids) == [2]
 
 
 async def test_generate_full_engine_others_wait_in_their_order(cores: list[Any]) -> None:
@@ -204,6 +238,19 @@ async def test_open_start_takes_too_long_says_how_long(monkeypatch: pytest.Monke
         async with pool_of("CountingCore").serving():
             pytest.fail("opened")
     assert str(caught.value) == "engine-0: not ready after engine.start_timeout_s = 5 s"
+
+
+async def test_silent_engine_that_takes_no_new_connection_is_restarted(cores: list[Any]) -> None:
+    async with pool_of(token_s=1000.0, policy="fail").serving() as pool:
+        start = anyio.current_time()
+        cores[0].on_freeze()
+        with pytest.raises(EngineError, match=r"^engine-0: silent for 5.0 s$"):
+            await ask(pool, 1, 1)
+        assert anyio.current_time() - start == pytest.approx(5.0)
+        with anyio.fail_after(5.0 + 5.0 + 2.0):  # `reconnect_s`, the last handshake, the pause
+            while pool.statistics()[0].starts == 1:
+                await anyio.sleep(0.5)
+    assert len(cores) == 2
 
 
 FAULTS = {

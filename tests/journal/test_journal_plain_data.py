@@ -72,6 +72,14 @@ def test_extra_that_is_nested_without_end_fails_its_trajectory_alone(
     assert again.statistics.returned == 2
 
 
+def test_extra_itself_may_be_any_mapping(tmp_path: Path) -> None:
+    given = [Prompt("quick", uid="quick", extra=MappingProxyType({"a": (1, 2)}))]
+    extra, config = MappingProxyType({"b": (1, 2)}), config_of(tmp_path / "journal")
+    run(config, given, reward=lambda _: Reward(value=1.0, extra=extra))
+    again = run(config, given, resume=True).trajectories[0]
+    assert (again.outcome, again.extra) == (Outcome.COMPLETED, {"a": [1, 2], "b": [1, 2]})
+
+
 @pytest.mark.parametrize("unwritable", ["refuse", "text"])
 def test_name_in_an_extra_that_cannot_be_written_concerns_its_trajectory_alone(
     tmp_path: Path, unwritable: str

@@ -46,7 +46,7 @@ MEDIA = "media.safetensors"
 #: Version of the files; another one is refused.
 FORMAT = 3
 
-#: A jagged tensor is two entries of the file: its values, and where each row begins.
+#: A jagged tensor is two entries of the file: its values, and the ends of all rows, with a 0.
 VALUES, OFFSETS = ".values", ".offsets"
 
 T = TypeVar("T")
@@ -222,7 +222,8 @@ def _load_tensors(content: bytes, path: Path, meta: _Meta) -> TensorDict:
     try:
         entries = safetensors.torch.load(content)
         offsets: dict[bytes, torch.Tensor] = {}
-        for key in [name.removesuffix(OFFSETS) for name in entries if name.endswith(OFFSETS)]:
+        ends = [name for name in entries if name.endswith(OFFSETS)]
+        for key in [end.removesuffix(OFFSETS) for end in ends if len(entries[end]) > meta.rows]:
             values, own = entries.pop(key + VALUES), entries.pop(key + OFFSETS)
             # Equal offsets become one tensor again, so that torch lets the keys be combined.
             shared = offsets.setdefault(own.numpy().tobytes(), own)
