@@ -262,7 +262,7 @@ def _show_trajectory(trajectory: Trajectory) -> str:
             reason, cause = trajectory.reason, trajectory.cause
             why = f" ({reason})" if reason else ""
             why += f" {cause.type}: {cause.message}" if cause is not None else ""
-            texts.append(f"[{trajectory.outcome}]{why}")
+            texts.append(f"[{trajectory.outcome}]{why}".rstrip())
         return "\n".join(texts or [repr(trajectory)])
     except Exception:  # what agents and tools left in it may raise anything
         return repr(trajectory)
