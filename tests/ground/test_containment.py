@@ -440,7 +440,7 @@ async def test_tool_swallows_cancellation_on_asyncio_its_own_call_times_out(
     assert answers(batch.trajectories[1])[0] == "timed out after 0.1 s (limits.tool_s)"
 
 
-@register_agent("impatient")
+@register_agent("impatient_with_code")
 class Impatient(AgentLoop):
     """Waits for its tools, or its user, for 3 s."""
 
@@ -455,7 +455,7 @@ class Impatient(AgentLoop):
 @pytest.mark.parametrize("names", [("patient",), ("patient", "quick")])
 @pytest.mark.parametrize(
     ("agent", "turn_s", "outcome"),
-    [("tool_agent", 10, "deadline"), ("impatient", 40, "completed")],
+    [("tool_agent", 10, "deadline"), ("impatient_with_code", 40, "completed")],
 )
 async def test_tool_swallows_the_cancellation_of_its_turn_it_is_named_and_counted(
     names: tuple[str, ...],
@@ -597,7 +597,9 @@ class StubbornUser(Interaction):
 
 
 async def test_simulated_user_swallows_the_cancellation_of_its_agent_that_fails() -> None:
-    prompt = user("x", agent_name="impatient", extra={"interaction_kwargs": {"name": "stubborn"}})
+    prompt = user(
+        "x", agent_name="impatient_with_code", extra={"interaction_kwargs": {"name": "stubborn"}}
+    )
     batch = await generate([prompt], interactions=[StubbornUser])
     assert [t.reason for t in batch.trajectories] == ["unresponsive"]
     assert batch.trajectories[0].cause is not None

@@ -357,7 +357,7 @@ async def test_tool_of_a_group_that_catches_cancellation_at_the_turns_limit_is_g
     assert "tool 'nap' of trajectory p0/0 did not end within limits.cleanup_s" in caplog.text
 
 
-@rollout.register_agent("uneven")
+@rollout.register_agent("uneven_carried")
 class Uneven(AgentLoop):
     """Speaks; then the first member of the second prompt, and the second of the first, work on."""
 
@@ -374,7 +374,7 @@ async def test_time_of_a_group_does_not_end_the_reward_of_a_member_that_was_carr
         return 1.0
 
     scheduling = SchedulingConfig(samples_per_prompt=2, groups=CARRY, max_in_flight=3)
-    setup = config(scheduling=scheduling, agent=AgentConfig(name="uneven"))
+    setup = config(scheduling=scheduling, agent=AgentConfig(name="uneven_carried"))
     source = [user("x", uid=f"p{number}") for number in range(2)]
     async with rollout.open_rollout(setup, reward=reward) as runtime:
         await runtime.collect(source, 1, step=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 import shlex
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ class E2bSandbox(RemoteSandbox):
         script = shlex.join(command.argv)
         settings = {} if command.user is None else {"user": command.user}
         if command.input:  # a command in the foreground has no standard input
-            path = f"/tmp/.rollout-input-{self._count}"
+            path = f"/tmp/.rollout-input-{secrets.token_hex(8)}"
             await self._box.files.write(path, command.input, **settings)
             script = f"{script} <{path}; c=$?; rm -f {path}; exit $c"
         try:
