@@ -128,7 +128,7 @@ class TurnReader:
     def __init__(
         self, template: ChatTemplate, parser: ToolParser, schemas: Sequence[Mapping[str, Any]]
     ) -> None:
-        self.parser, self.schemas, self.decode = parser, schemas, template.decode
+        self.parser, self.schemas, self.decode = parser, schemas, template.encoder.decode
         own = getattr(parser, "stop_tokens", ())
         self._own_end: str = next(iter(own), "")
         ends = {*template.stop_token_ids, *template.token_ids(END_TOKENS)}
