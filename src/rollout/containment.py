@@ -161,11 +161,11 @@ class Contained(Generic[T]):
         return self.value
 
     @property
-    def is_told_outside(self) -> bool:
+    def has_stuck_outer(self) -> bool:
         """Whether what waits for it is unresponsive because of it."""
         return self._around is not None and self._around.unresponsive is self.unresponsive
 
-    def tell_outside(self) -> None:
+    def mark_outer(self) -> None:
         """Where it was stopped, note that what waits for it has not ended either."""
         if self._around is not None:
             self._around.unresponsive = self._around.unresponsive or self.unresponsive
@@ -384,7 +384,7 @@ async def contain(what: str, function: Callable[[], Awaitable[T]]) -> T:
         try:
             value = await code.run(partial(call_foreign, function))
         finally:
-            code.tell_outside()
+            code.mark_outer()
         code.raise_unresponsive()
         if code.error is not None:
             raise code.error

@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from rollout.config import ModelConfig, RolloutConfig
     from rollout.tools import Tool
 
-#: Packages that the embedded engine imports in its own process.
-TRANSFORMERS_MODULES = ("torch", "transformers")
-
 
 def config_faults(
     config: RolloutConfig, interactions: Sequence[Any] = (), *, asks_for_gpus: bool = False

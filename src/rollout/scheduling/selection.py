@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +108,7 @@ class Selection:
 
     def __init__(self) -> None:
         #: Of each mean the sum, and how many there are.
-        self._sums: Counter[str] = Counter()
+        self._sums: defaultdict[str, float] = defaultdict(float)
         self._counts: Counter[str] = Counter()
 
     def note_end(self, trajectory: Trajectory) -> None:
@@ -140,7 +140,7 @@ class Selection:
 
     def _add(self, name: str, value: float | None) -> None:
         if value is not None and math.isfinite(value):
-            self._sums[name] += value  # type: ignore[assignment]  # a sum of floats
+            self._sums[name] += value
             self._counts[name] += 1
 
     def metrics(self, running: Iterable[int | None] = ()) -> dict[str, float]:

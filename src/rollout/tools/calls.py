@@ -120,8 +120,8 @@ async def attempt(
             call_limit.reset(token)
             limit.release()
             if tally is None:
-                code.tell_outside()
-            elif code.unresponsive is not None and not code.is_told_outside:
+                code.mark_outer()
+            elif code.unresponsive is not None and not code.has_stuck_outer:
                 tally.unresponsive += 1
                 logger.warning("%s", code.unresponsive)
     error, stopped = code.error, code.unresponsive
