@@ -51,6 +51,8 @@ class _Stopped(BaseException):
 class StoppableCoroutine(Generator[Any, Any, Any]):
     """Awaits a coroutine; where that is to be resumed after `is_stopped`, parks in its place."""
 
+    __slots__ = ("_containment", "coroutine", "is_stopped")
+
     def __init__(self, coroutine: Coroutine[Any, Any, Any], containment: Containment) -> None:
         self.coroutine, self.is_stopped, self._containment = coroutine, False, containment
 
@@ -93,6 +95,26 @@ class Contained(Generic[T]):
         since: When it began, on the loop's clock.
         reported: Set when nobody waits for it any more; another one after `pause`.
     """
+
+    __slots__ = (
+        "_activity",
+        "_around",
+        "_body",
+        "_cancelled_at",
+        "_containment",
+        "_continued",
+        "_next",
+        "error",
+        "find_frames_elsewhere",
+        "inner",
+        "reported",
+        "scope",
+        "since",
+        "unresponsive",
+        "value",
+        "was_cancelled",
+        "what",
+    )
 
     def __init__(self, containment: Containment, what: str, activity: object = None) -> None:
         self.what, self.since, self._around = what, containment.clock(), _around.get()

@@ -81,12 +81,26 @@ class Limit:
         source, seconds: As of a `Deadline`.
     """
 
+    # There are one or two for each trajectory that waits.
+    __slots__ = (
+        "_due",
+        "_end",
+        "_lost_s",
+        "_outer",
+        "_pauses",
+        "_scope",
+        "_stopped_at",
+        "seconds",
+        "source",
+    )
+
     def __init__(self, due: float, source: str, seconds: float, outer: Limit | None) -> None:
         self.source, self.seconds, self._outer = source, seconds, outer
         self._due = due  # by its own time, which is the loop's less all pauses
         self._pauses, self._stopped_at, self._lost_s = 0, 0.0, 0.0
         #: When the governed scope ends, and what ends then: a turn makes no `Deadline` for it.
         self._end: tuple[float, Limit | Deadline] | None = None
+        self._scope: anyio.CancelScope | None = None
 
     def open(self, seconds: float | None, source: str, *, since: float | None = None) -> Limit:
         """A limit within this one; with None it ends when this one does.
@@ -149,13 +163,20 @@ class Limit:
 
     def govern(self, scope: anyio.CancelScope) -> None:
         """Keep the deadline of this scope right, until `release`."""
+        self._scope, clock = scope, self.clock
+        self.renew()
+        clock.governed += (self,)
+
+    def renew(self) -> None:
+        """Set the deadline of the governed scope, as things stand."""
+        assert self._scope is not None
         self._end = self._find_end()
-        scope.deadline = self._end[0]
-        self.clock.governed[self] = scope
+        self._scope.deadline = self._end[0]
 
     def release(self) -> None:
-        """The governed scope has been left."""
-        self.clock.governed.pop(self, None)
+        """Govern the scope no more: it is left."""
+        clock, self._scope = self.clock, None
+        clock.governed = tuple([each for each in clock.governed if each is not self])
 
     def __enter__(self) -> Limit:
         self.govern(scope := anyio.CancelScope())
@@ -163,7 +184,10 @@ class Limit:
         return self
 
     def __exit__(self, *error: Any) -> bool | None:
-        is_caught: bool | None = self.clock.governed.pop(self).__exit__(*error)
+        scope = self._scope
+        assert scope is not None
+        self.release()
+        is_caught: bool | None = scope.__exit__(*error)
         if is_caught and self.is_over:
             raise self.deadline.error()
         return is_caught
@@ -194,16 +218,18 @@ class Clock(Limit):
 
     Attributes:
         now: The loop's time.
-        governed: Scopes, by the limits that govern them.
-        limit_carry: Gives the deadline of a trajectory that is carried since that time.
+        governed: Limits that govern a scope each.
+        carried: Its `limit_carry` gives the deadline of a trajectory that is carried since a time.
         carried_since: When it began to be carried; None while it is not.
     """
+
+    __slots__ = ("_carried_s", "_resumed", "carried", "carried_since", "governed", "now")
 
     def __init__(self, deadline: Deadline = NEVER, now: Callable[[], float] | None = None) -> None:
         super().__init__(deadline.at, deadline.source, deadline.seconds, None)
         self.now = now or loop_clock()
-        self.governed: dict[Limit, anyio.CancelScope] = {}
-        self.limit_carry: Callable[[float], Deadline] | None = None
+        self.governed: tuple[Limit, ...] = ()
+        self.carried: Any = None
         self.carried_since: float | None = None
         self._carried_s = 0.0
         self._resumed: anyio.Event | None = None  # once it was carried
@@ -215,9 +241,9 @@ class Clock(Limit):
 
     def renew_all(self) -> None:
         """Give governed scopes their deadlines anew: a limit was paused, resumed or changed."""
-        for limit, scope in self.governed.items():
+        for limit in self.governed:
             if not limit.is_over:  # else it has fired, or does so next
-                limit.govern(scope)
+                limit.renew()
 
     def carry(self) -> None:
         """Pause all limits, and have the trajectory wait before its next request."""
@@ -247,8 +273,8 @@ class Clock(Limit):
 
     def _find_outer_end(self) -> tuple[float, Limit | Deadline]:
         bound = NEVER  # ends it even while it is paused
-        if self.carried_since is not None and self.limit_carry is not None:
-            bound = self.limit_carry(self.carried_since)
+        if self.carried_since is not None and self.carried is not None:
+            bound = self.carried.limit_carry(self.carried_since)
         return bound.at, bound
 
 

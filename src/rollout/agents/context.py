@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -139,9 +139,9 @@ class AgentContext(Conversation):
 
     # What the model and its tools do.
 
-    async def generate(
+    def generate(
         self, *, stop_strings: StopStrings | None = None, **sampling: Any
-    ) -> AssistantTurn:
+    ) -> Coroutine[Any, Any, AssistantTurn]:
         """Have the model generate; its tokens are in the transcript then, also when cut short.
 
         It begins the trajectory where nobody has.
@@ -157,14 +157,7 @@ class AgentContext(Conversation):
             EngineError: The engine failed or was lost, or a field has a value that cannot be.
             AgentError: It is generating already, or has not begun; a field is unknown.
         """
-        if not self.transcript:
-            await self.begin()
-        self._check_idle("generate")
-        drawn = self._sampling
-        if sampling:
-            drawn = read_sampling("generate", sampling, self._state, drawn)
-        self.check_turns()
-        return await generate_turn(self, drawn, sampling.get("seed"), stop_strings)
+        return generate_turn(self, sampling or None, stop_strings)
 
     async def generate_ids(
         self,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from rollout.agents.ending import Ending
-from rollout.agents.prompt_sampling import warn_of_truncation
+from rollout.agents.prompt_sampling import read_sampling, warn_of_truncation
 from rollout.agents.rendering import NO_ROOM_AGAIN, make_length_error
 from rollout.agents.turn_log import make_calls_question
 from rollout.containment import UnresponsiveError
@@ -36,8 +37,7 @@ _NO_SCOPE = nullcontext()
 
 async def generate_turn(
     conversation: Conversation,
-    sampling: SamplingParams,
-    seed: int | None = None,
+    sampling: Mapping[str, Any] | SamplingParams | None = None,
     stop: StopStrings | None = None,
 ) -> AssistantTurn:
     """Have the engines continue a conversation; append what they sampled, and parse it.
@@ -46,13 +46,24 @@ async def generate_turn(
     in the transcript. See `AgentContext.generate`.
 
     Args:
-        sampling: Of this turn.
-        seed: In place of that which derives from the conversation and the turn.
+        sampling: Of this turn; or fields that differ from the conversation's. A seed among these
+            takes the place of that which derives from the conversation and the turn.
         stop: Ends it before the model does.
     """
+    if not conversation.transcript:
+        await conversation.begin()
+    conversation._check_idle("generate")
+    seed: int | None = None
+    if sampling is None:
+        sampling = conversation._sampling
+    elif isinstance(sampling, Mapping):
+        seed = sampling.get("seed")
+        sampling = read_sampling("generate", sampling, conversation._state, conversation._sampling)
+    conversation.check_turns()
     state, log, number = conversation._state, conversation._state.log, conversation._assistant_turns
-    readers = (*conversation.on_tokens, *(() if stop is None else (stop,)))
-    generation = conversation._generation = Generation(readers, is_seeded=seed is not None)
+    generation = conversation._generation = Generation(
+        (*conversation.on_tokens, *(() if stop is None else (stop,))), is_seeded=seed is not None
+    )
     if seed is None:
         seed = conversation._identity.seed_of_turn(number)
     state.generations += 1  # now, since several conversations may generate at once
@@ -66,12 +77,12 @@ async def generate_turn(
             with limit, _NO_SCOPE if stop is None else stop.scope:
                 if conversation.history != "append_only":
                     await _render_again(conversation)
-                drawn = _bound_sampling(conversation, sampling, generation, seed)
+                sampling = _bound_sampling(conversation, sampling, generation, seed)
                 prefix = conversation.transcript.prefix
                 known_s = None if log is None else await log.recall_turn(prefix, seed, generation)
                 if known_s is None:
-                    question = _ask(conversation, generation, drawn, limit)
-                    await state.services.engines.generate(question)
+                    _ask(conversation, generation, sampling, limit)
+                    await state.services.engines.generate(generation)
                 if generation.finish_reason == "abort" and generation.kept is None:
                     if limit.is_over:
                         raise limit.deadline.error()  # the engine kept it before we could
@@ -80,8 +91,8 @@ async def generate_turn(
             if known_s is not None:
                 state.generation_s += known_s
             elif log is not None:
-                turn, seconds = (conversation.session_id, number), state.limit.now() - started
-                is_noted = log.note_turn(prefix, seed, turn, generation, seconds)
+                place, took_s = (conversation.session_id, number), state.limit.now() - started
+                is_noted = log.note_turn(prefix, seed, place, generation, took_s)
         except BaseException:
             if _append_sampled(conversation, generation, limit, started, seed):
                 with suppress(Exception):  # a parser must not hide what ended the wait
@@ -116,10 +127,10 @@ async def _read_turn(
 
 def _ask(
     conversation: Conversation, generation: Generation, sampling: SamplingParams, limit: Limit
-) -> Generation:
+) -> None:
     """Say what a generation is to continue."""
     transcript = conversation.transcript
-    return generation.ask(
+    generation.ask(
         session_id=conversation.session_id,
         prompt_ids=transcript.prefix,
         sampling=sampling,

@@ -5,7 +5,7 @@ One of them goes beyond its context: full, it writes a summary and begins again 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -15,7 +15,7 @@ from rollout.errors import LimitExceeded
 from rollout.types import InvalidToolCall, Message, Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Coroutine, Sequence
 
     from rollout.agents.context import AgentContext
     from rollout.agents.turn import AssistantTurn
@@ -69,9 +69,9 @@ class ToolAgent(AgentLoop):
             else:
                 is_over = (await self.ask_user(context)).is_done
 
-    async def generate(self, context: AgentContext) -> AssistantTurn:
+    def generate(self, context: AgentContext) -> Coroutine[Any, Any, AssistantTurn]:
         """The model's next turn."""
-        return await context.generate()
+        return context.generate()
 
     async def call_tools(self, context: AgentContext, turn: AssistantTurn) -> list[ToolResult]:
         """Run a turn's calls and append their answers."""

@@ -106,7 +106,7 @@ class TrajectoryState:
         self.renderer: Renderer = services.renderers.get(names) or services.renderers.setdefault(
             names, Renderer(services, services.tools.schemas(names))
         )
-        limit.limit_carry = self._limit_carry
+        limit.carried = self
 
     async def open_first(self) -> None:
         """Open the tools that are open before the agent begins; the last message of the prompt goes
@@ -161,7 +161,7 @@ class TrajectoryState:
             self.used_sandbox = TrajectorySandbox(services.sandboxes, spec, cleanup_s=cleanup_s)
         return self.used_sandbox
 
-    def _limit_carry(self, since: float) -> Deadline:
+    def limit_carry(self, since: float) -> Deadline:
         """By when it is to be continued, where it is carried since that time."""
         sandbox, tools = self.used_sandbox, self.used_tools
         has_sandbox = sandbox is not None and sandbox.is_open
@@ -268,7 +268,7 @@ class TrajectoryState:
         """
         self.generation_s += seconds
         self.resumes += generation.resumes
-        self.restarts += tuple(generation.restarts)
+        self.restarts += generation.restarts
         self.discarded_tokens += generation.discarded_tokens
         self.cached_tokens += generation.cached_tokens
         if generation.is_truncated:

@@ -27,6 +27,8 @@ class Messages(Sequence[Message]):
         decode: Ids to text, by the tokenizer that encoded them.
     """
 
+    __slots__ = ("_list", "decode")
+
     def __init__(self, known: list[Message], decode: Callable[[Sequence[int]], str]) -> None:
         self._list = known
         self.decode = decode

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -20,6 +21,7 @@ from rollout.agents.trajectory_state import UNRESPONSIVE, TrajectoryState
 from rollout.chat.reward_values import BadRewardError, apply_reward, check_reward_value
 from rollout.chat.trajectory import Trajectory
 from rollout.containment import Contained, UnresponsiveError
+from rollout.engine.core import SamplingParams
 from rollout.engine.cores.checks import find_sampling_fault
 from rollout.errors import (
     AgentError,
@@ -30,7 +32,7 @@ from rollout.errors import (
     TemplateError,
     ToolError,
 )
-from rollout.limits import AGENT_TIMEOUT, AGENT_TIMEOUT_S, Deadline
+from rollout.limits import AGENT_TIMEOUT, AGENT_TIMEOUT_S, Clock, Deadline
 from rollout.observe.user_spans import enter_trajectory
 from rollout.scheduling.endings import (
     CLOSED,
@@ -40,7 +42,7 @@ from rollout.scheduling.endings import (
     explain_cut,
     make_unstarted,
 )
-from rollout.scheduling.members import GROUP_S
+from rollout.scheduling.members import GROUP_S, Member
 from rollout.scheduling.rewards.score import Rewarding
 from rollout.scheduling.tokenization import COMPARED, TokenizationCheck
 from rollout.scheduling.trajectory_events import emit_started
@@ -48,11 +50,10 @@ from rollout.scopes import find_exception, unwrap_group
 from rollout.types import DRIFT, Cause, Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from rollout.agents.agent_loop import Registered
     from rollout.config import LimitsConfig
-    from rollout.scheduling.members import Member
     from rollout.types import Prompt
 
 logger = logging.getLogger("rollout.scheduling")
@@ -77,20 +78,29 @@ def limit_trajectory(
 
 @attrs.frozen(kw_only=True)
 class TrajectoryRunner:
-    """What all trajectories of a runtime share."""
+    """What all trajectories of a runtime share.
+
+    Attributes:
+        samplings: Of prompts that override nothing of it, by whether they validate.
+    """
 
     services: Services
     rewarding: Rewarding
     tokens: TokenizationCheck
+    samplings: tuple[SamplingParams, SamplingParams] = attrs.field(init=False)
+
+    @samplings.default
+    def _make_samplings(self) -> tuple[SamplingParams, SamplingParams]:
+        config = self.services.config
+        return make_sampling(config, validate=False), make_sampling(config, validate=True)
 
 
+@attrs.define(eq=False, weakref_slot=False)
 class TrajectoryRun:
     """The state of a trajectory while it runs: its present attempt, and sums of those before.
 
-    Args:
-        member: It has its clock.
-
     Attributes:
+        clock: The member's.
         started: When the first attempt began, on the loop's clock.
         attempt: The number of the present one, from 1.
         context, code: Its agent's, once that runs.
@@ -98,16 +108,16 @@ class TrajectoryRun:
         restarts, counts: Of the attempts before, for the metrics.
     """
 
-    def __init__(self, services: Services, member: Member) -> None:
-        assert member.clock is not None
-        self.services, self.member, self.clock = services, member, member.clock
-        self.started = self.clock.now()
-        self.attempt = 1
-        self.context: AgentContext
-        self.code: Contained[None]
-        self.stuck: tuple[UnresponsiveError, ...] = ()
-        self.restarts: tuple[str, ...] = ()
-        self.counts = _NO_COUNTS
+    services: Services
+    member: Member
+    clock: Clock
+    started: float
+    attempt: int = 1
+    context: AgentContext = attrs.field(init=False)
+    code: Contained[None] = attrs.field(init=False)
+    stuck: tuple[UnresponsiveError, ...] = ()
+    restarts: tuple[str, ...] = ()
+    counts: Mapping[str, float] = _NO_COUNTS
 
     @property
     def unresponsive(self) -> UnresponsiveError | None:
@@ -143,16 +153,23 @@ async def run_trajectory(runner: TrajectoryRunner, member: Member) -> Trajectory
 
     Cancellation ends the agent or the reward, bounded, and passes through.
     """
-    services, run = runner.services, TrajectoryRun(runner.services, member)
+    services, clock = runner.services, member.clock
+    assert clock is not None
+    run = TrajectoryRun(services, member, clock, clock.now())
     while True:
         if services.events.is_on:
             emit_started(services.events, member, run.attempt, run.started)
         try:
-            agent, run.context = _open_context(run)
+            agent, run.context = _open_context(runner, run)
         except RejectedPrompt as error:
             return make_unstarted(member, _reject(error))
         try:
-            await _run_agent(run, agent)
+            _start_agent(run, agent)
+            try:
+                await run.code.run(partial(_run_agent, agent, run.context))
+            finally:
+                await _end_agent(run)
+            await anyio.lowlevel.checkpoint_if_cancelled()
             ending = _decide_outcome(run)
             if find_class(agent)._may_run_again and _runs_again(run, ending):
                 run.begin_again()
@@ -176,13 +193,13 @@ async def run_trajectory(runner: TrajectoryRunner, member: Member) -> Trajectory
             _add_times(run, trajectory)
             return trajectory
         finally:
-            run.clock.limit_carry, sandbox = None, run.context.state.used_sandbox
+            run.clock.carried, sandbox = None, run.context.state.used_sandbox
             del run.context  # it may be long until somebody takes the trajectory
             if sandbox is not None and sandbox.was_used:
                 await sandbox.close()
 
 
-def _open_context(run: TrajectoryRun) -> tuple[Registered, AgentContext]:
+def _open_context(runner: TrajectoryRunner, run: TrajectoryRun) -> tuple[Registered, AgentContext]:
     """Find the agent, and make its context.
 
     Raises:
@@ -195,7 +212,9 @@ def _open_context(run: TrajectoryRun) -> tuple[Registered, AgentContext]:
     with _rejecting(AgentError, "unknown_agent"):
         agent = get_agent(prompt.agent_name or config.agent.name)
     with _rejecting(ConfigError, "bad_sampling"):
-        sampling = make_sampling(config, prompt.sampling, validate=identity.validate)
+        sampling = runner.samplings[identity.validate]
+        if prompt.sampling:
+            sampling = make_sampling(config, prompt.sampling, validate=identity.validate)
     with _rejecting(ConfigError, "bad_sandbox", "extra: "):
         services.sandboxes.spec_for(prompt.extra)
     fault = find_sampling_fault(sampling, services.engines.info)
@@ -219,32 +238,33 @@ def _rejecting(kind: type[Exception], reason: str, where: str = "") -> Iterator[
         raise RejectedPrompt(reason, f"{where}{error}") from None
 
 
-async def _run_agent(run: TrajectoryRun, agent: Registered) -> None:
-    """Run the agent to its end, and close its tools; cancelling the member ends it."""
-    member, context, services = run.member, run.context, run.services
-    name = _agent_name(agent)
-    run.code = Contained(services.containment, name, activity=context.identity)
+def _start_agent(run: TrajectoryRun, agent: Registered) -> None:
+    """Make the agent's task ready; from now on cancelling the member ends it."""
+    containment, context = run.services.containment, run.context
+    run.code = Contained(containment, _agent_name(agent), activity=context.identity)
     run.clock.govern(run.code.scope)
-    member.concluding_since = None
-    member.set_running(run)
-    try:
-        await run.code.run(partial(_agent_task, agent, context))
-    finally:
-        run.clock.release()
-        member.running, member.concluding_since = None, run.clock.now()
-        for name in [each for each in vars(context) if hasattr(AgentContext, each)]:
-            delattr(context, name)  # the agent has put something in the place of a method
-        if run.code.error is not None:
-            _settle_failure(context, run.code.error)
-        await _close(run)
-        unnamed = [each for each in run.stuck if each is not run.unresponsive]
-        services.tally.unresponsive += (run.unresponsive is not None) + len(unnamed)
-        for each in unnamed:  # it is no cause of the trajectory's
-            logger.warning("%s: %s", member.identity.session_id, each)
-    await anyio.lowlevel.checkpoint_if_cancelled()
+    run.member.concluding_since = None
+    run.member.set_running(run)
 
 
-async def _agent_task(agent: Registered, context: AgentContext) -> None:
+async def _end_agent(run: TrajectoryRun) -> None:
+    """Settle how the agent ended, where it raised, and close its tools."""
+    member, context = run.member, run.context
+    run.clock.release()
+    member.running, member.concluding_since = None, run.clock.now()
+    for name in [each for each in vars(context) if hasattr(AgentContext, each)]:
+        delattr(context, name)  # the agent has put something in the place of a method
+    if run.code.error is not None:
+        _settle_failure(context, run.code.error)
+    await _close(run)
+    unnamed = [each for each in run.stuck if each is not run.unresponsive]
+    run.services.tally.unresponsive += (run.unresponsive is not None) + len(unnamed)
+    for each in unnamed:  # it is no cause of the trajectory's
+        logger.warning("%s: %s", member.identity.session_id, each)
+
+
+async def _run_agent(agent: Registered, context: AgentContext) -> None:
+    """Run it in its task, and ask its tools for their rewards."""
     if context.services.events.is_on:
         enter_trajectory(context.services.events, context.identity.number)
     loop = make_agent(agent)
@@ -265,6 +285,7 @@ async def _close(run: TrajectoryRun) -> None:
             run.stuck = (*run.stuck, error)
 
 
+@cache
 def _agent_name(agent: Registered) -> str:
     kind = find_class(agent)
     name = type(agent).__name__ if kind is AgentLoop else kind.__name__

@@ -60,6 +60,10 @@ class TokenCounts:
         return self.taken + self.late + self.repeated + self.refused
 
 
+#: Of all that wait for their first tokens; never changed.
+_NO_IDS, _NO_LOG_PROBS = array("i"), array("f")
+
+
 class ChunkFault(Exception):
     """A chunk contradicts what came before it: the engine is at fault and nothing was taken."""
 
@@ -145,13 +149,13 @@ class Generation:
 
     on_tokens: tuple[Callable[[Generation], object], ...] = ()
     is_seeded: bool = False
-    ids: array[int] = attrs.Factory(lambda: array("i"))
-    log_probs: array[float] = attrs.Factory(lambda: array("f"))
+    ids: array[int] = _NO_IDS
+    log_probs: array[float] = _NO_LOG_PROBS
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     parts: tuple[Dispatch, ...] = ()
     resumes: int = 0
-    restarts: list[str] = attrs.Factory(list)
+    restarts: tuple[str, ...] = ()
     versions: list[list[int]] = attrs.Factory(list)
     bounded_by: str = ""
     top_count: int = 0
@@ -378,7 +382,7 @@ class Generation:
         """Drop the tokens, before the request is made again from its prompt."""
         for part in self.parts:
             part.is_discarded = True
-        self.restarts.append(reason)
+        self.restarts += (reason,)
         self.ids, self.log_probs, self._packed, self.versions = array("i"), array("f"), None, []
         self.finish_reason, self.cached_tokens = None, 0
         self.top_ids = self.top_log_probs = self.routed_experts = b""
@@ -403,6 +407,8 @@ class Generation:
         if chunk.offset == known and (chunk.top_ids or chunk.routed_experts):
             self._append_rare(chunk)
         if count:
+            if not self.ids:
+                self.ids, self.log_probs = array("i"), array("f")
             self.ids.frombytes(chunk.ids)
             self.log_probs.frombytes(chunk.log_probs)
             if part is not None:
