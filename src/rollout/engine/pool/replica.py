@@ -46,25 +46,6 @@ RECONNECT_PAUSE_S = 0.2
 RELEASE_S = 10.0
 
 
-class Notifier:
-    """Wakes all tasks that wait for a change; costs nothing where none does."""
-
-    def __init__(self) -> None:
-        self._changed: anyio.Event | None = None
-
-    async def wait(self) -> None:
-        """Return at the next `notify`."""
-        if self._changed is None:
-            self._changed = anyio.Event()
-        await self._changed.wait()
-
-    def notify(self) -> None:
-        """Wake all waiting tasks."""
-        if self._changed is not None:
-            self._changed.set()
-            self._changed = None
-
-
 @attrs.frozen(eq=False)
 class SentWeights:
     """Weights that replicas were told to load.

@@ -10,7 +10,7 @@ import anyio
 import msgspec
 
 from rollout.engine.channel.messages import LoadWeights
-from rollout.engine.pool.replica import Notifier, Replica, SentWeights, describe_errors
+from rollout.engine.pool.replica import Replica, SentWeights, describe_errors
 from rollout.engine.pool.weight_broadcast import WeightBroadcast, check_broadcast
 from rollout.engine.weights import (
     UPDATE_MODES,
@@ -22,6 +22,7 @@ from rollout.engine.weights import (
     unstage,
 )
 from rollout.errors import EngineError
+from rollout.scopes import Notifier
 from rollout.worker_threads import run_in_thread
 
 if TYPE_CHECKING:
