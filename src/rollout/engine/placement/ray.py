@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import attrs
-import msgspec
 
 from rollout.bridge import wait_future
-from rollout.engine.channel.child import ChildReady
 from rollout.engine.channel.sockets import connect_engine
 from rollout.engine.placement.engine_process import EngineProcess, encode_spec
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
@@ -53,6 +51,9 @@ CONCURRENT_METHODS = 3
 class RayActors:
     """The placement `ray`; made by `open_ray_actors`.
 
+    Attributes:
+        groups: The placement groups that it holds, by replica.
+
     Args:
         python: Interpreter of the engines; None takes that of Ray's workers.
         resources: What each replica asks of its machine: ``{"GPU": 1.0, "CPU": 1.0}``.
@@ -80,7 +81,7 @@ class RayActors:
         self._nodes = tuple(nodes)
         self._gpu_slots = [split_slot(text) for text in colocate]
         self._run = secrets.token_hex(4)
-        self._groups: dict[str, Any] = {}
+        self.groups: dict[str, Any] = {}
         self._own_address = self._ray.util.get_node_ip_address()
 
     @asynccontextmanager
@@ -119,7 +120,7 @@ class RayActors:
 
     async def release(self, name: str) -> None:
         """See `Placement.release`."""
-        group = self._groups.pop(name, None)
+        group = self.groups.pop(name, None)
         if group is None:
             return
         try:
@@ -127,24 +128,19 @@ class RayActors:
         except self._ray.exceptions.RayError as error:  # the cluster has ended, or soon will
             logger.warning("%s: Ray did not take its placement group back: %s", name, error)
 
-    async def release_all(self) -> None:
-        """Give back the resources of all replicas."""
-        for name in [*self._groups]:
-            await self.release(name)
-
     async def _reserve(self, name: str, slot: int) -> str:
         """Wait for the replica's resources; returns the node that has them."""
         if self._gpu_slots:
             return await self._find_node(self._find_gpu_slot(name, slot, 0)[0], "NodeID")
-        if name not in self._groups:
+        if name not in self.groups:
             bundles = [await self._build_bundle(slot, rank) for rank in range(self._machines)]
-            self._groups[name] = await self._calls.run(
+            self.groups[name] = await self._calls.run(
                 self._ray.util.placement_group,
                 bundles,
                 strategy="PACK" if self._machines == 1 else "STRICT_SPREAD",
                 name=f"{self._run}/{name}",
             )
-        group = self._groups[name]
+        group = self.groups[name]
         async with open_task_group() as tasks:
             tasks.start_soon(self._log_waiting, name)
             ready = await self._calls.run(group.ready)
@@ -186,7 +182,7 @@ class RayActors:
             amounts = {"num_cpus": 0.0, "num_gpus": 0.0}
         else:
             strategy = strategies.PlacementGroupSchedulingStrategy(
-                self._groups[name],
+                self.groups[name],
                 placement_group_bundle_index=rank,
                 placement_group_capture_child_tasks=False,
             )
@@ -240,8 +236,7 @@ class RayActors:
             devices = await self._calls.ask(actor.__ray_call__, find_gpu_ids)
         # Ray does so only where it has not been told not to, as trainers do.
         environment = {"CUDA_VISIBLE_DEVICES": devices}
-        answer = await self._calls.ask(actor.start, line, self._python, environment)
-        ready = msgspec.json.decode(answer, type=ChildReady)
+        ready = await self._calls.ask(actor.start, line, self._python, environment)
         if ready.error:
             raise EngineError(f"{name}: {ready.error}")
         return host, ready.port
@@ -266,7 +261,7 @@ class RayActors:
 
     async def _describe_delay(self, name: str, start_timeout_s: float) -> str:
         limit = f"engine.start_timeout_s = {start_timeout_s:g} s"
-        group = self._groups.get(name)
+        group = self.groups.get(name)
         if group is None or await self._calls.run(group.wait, 0):
             return f"{name}: not ready after {limit}"
         shortage = await self._describe_shortage()
@@ -309,7 +304,8 @@ async def open_ray_actors(
             yield actors
         finally:
             with cleanup_scope(CLOSE_S):
-                await actors.release_all()
+                for name in [*actors.groups]:
+                    await actors.release(name)
 
 
 def _list_amounts(resources: Mapping[str, float], kinds: Sequence[str]) -> str:

@@ -133,9 +133,7 @@ class EnginePool:
             limit_s=start_timeout_s,
             changes=self._changes,
         )
-        self._memory = MemoryManager(
-            self._requests, self._replicas.values(), limit_s=start_timeout_s
-        )
+        self._memory = MemoryManager(self._requests, self._replicas.values())
         self.recoveries = self._requests.counts
         self._load_windows: dict[LoadWindow, None] = {}
         for spec, share in zip(specs, load_shares or (1.0,) * len(specs), strict=True):

@@ -16,7 +16,7 @@ import attrs
 
 from rollout.engine.channel.channel import Channel, connect_channel
 from rollout.engine.channel.handshake import CONNECT_S
-from rollout.engine.channel.messages import ChannelSettings, ClientExpectations
+from rollout.engine.channel.messages import ChannelSettings, ClientExpectations, LoadWeights
 from rollout.engine.core import EngineLoad
 from rollout.engine.placement.placement import CoreSpec, Placement, ReplicaHandle
 from rollout.engine.pool.generation import Generation, Loss, TokenCounts
@@ -26,7 +26,7 @@ from rollout.errors import ChannelError, EngineError
 from rollout.limits import cleanup_scope
 from rollout.observe.event_stream import EventStream
 from rollout.observe.events import ReplicaChanged, ReplicaSampled
-from rollout.scopes import open_task_group
+from rollout.scopes import Notifier, open_task_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -71,7 +71,8 @@ class ReplicaSettings:
         watched: Channels whose silence the pool watches.
         connecting: How many handshakes run at once: those of thousands of replicas would all be
             late.
-        start_timeout_s: From the start of the engine's process until it answers.
+        start_timeout_s: From the start of the engine's process until it answers; also for an
+            operation that it carries out.
         backoff_s: Pause before the first restart; doubled at each further loss or failed start.
         prepare: Brings a connected replica up to date; raises an `EngineError` where that cannot
             be, and the replica is restarted.
@@ -109,7 +110,7 @@ class Replica:
         tokens: What became of the tokens that arrived from it.
         is_drained: It gets nothing new, also after a restart.
         is_leaving: It is being removed.
-        emptied: Fires when nothing is in flight there, and when it is lost; replaced by who waits.
+        emptied: Notified when nothing is in flight there, and when it is lost.
         tried: Fires when its first start has succeeded or failed.
         gone: It has ended and is not restarted.
         prompt_tokens, cached_tokens: Of the requests that it has answered, and those of them that
@@ -132,7 +133,7 @@ class Replica:
         self.tokens = TokenCounts()
         self.prompt_tokens = self.cached_tokens = 0
         self.is_drained = self.is_leaving = False
-        self.emptied = anyio.Event()
+        self.emptied = Notifier()
         self.tried = anyio.Event()
         self.gone = anyio.Event()
         self._settings = settings
@@ -300,7 +301,7 @@ class Replica:
 
     def _set_state(self, state: str, why: str = "", *, capacity: int = 0) -> None:
         self.state = state
-        self.emptied.set()
+        self.emptied.notify()
         events = self._settings.events
         if events.is_on:
             at = events.now()
@@ -337,13 +338,23 @@ class Replica:
     async def command(
         self, channel: Channel, operation: Operation, *, interrupts: bool = False
     ) -> str:
-        """Have the engine do something; see `Channel.command`.
+        """Have the engine do something within `start_timeout_s`; see `Channel.command`.
 
-        An engine whose session is lost meanwhile is restarted: nobody knows what it has done.
+        An engine that takes longer, or whose session is lost meanwhile, is restarted: nobody knows
+        what it has done.
         """
+        limit_s = self._settings.start_timeout_s
         self._commands += 1
         try:
-            return await channel.command(operation, interrupts=interrupts)
+            with anyio.fail_after(limit_s):
+                return await channel.command(operation, interrupts=interrupts)
+        except TimeoutError:
+            what = "no answer"
+            if isinstance(operation, LoadWeights):
+                what = f"the weights of version {operation.version} are not loaded"
+            why = f"{self.name}: {what} after engine.start_timeout_s = {limit_s:g} s"
+            self.restart(channel, why)
+            raise EngineError(why) from None
         finally:
             self._commands -= 1
 
@@ -351,8 +362,6 @@ class Replica:
         """Return when nothing is in flight there, or when it is lost."""
         routed = self.routed
         while routed is not None and self.in_flight and self.routed is routed:
-            if self.emptied.is_set():
-                self.emptied = anyio.Event()
             await self.emptied.wait()
 
     # What is known of it.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import anyio
 import msgspec
 
-from rollout.engine.channel.messages import DropWeights, LoadWeights, ReceiveWeights
+from rollout.engine.channel.messages import DropWeights, ReceiveWeights
 from rollout.engine.weights import DiskWeights, DistributedWeights
 from rollout.errors import EngineError
 from rollout.limits import cleanup_scope
@@ -54,77 +54,63 @@ class _Machine:
     """The replicas of one machine: the first one keeps what it receives, and all load that.
 
     Attributes:
-        loading: Replicas that have not loaded yet.
-        channels: To those that have, or will not.
+        channels: To its replicas.
+        path: Where the files are, once `settled` has fired; empty where `error` says why not.
     """
 
     def __init__(self, owner: Replica) -> None:
         self.owner = owner
-        self.loading = 0
         self.channels: list[Channel] = []
-        self._path = ""
-        self._error: Exception | None = None
-        self._settled = anyio.Event()
+        self.path, self.error = "", "it was given up"
+        self.settled = anyio.Event()
 
-    def settle(self, path: str, error: Exception | None = None) -> None:
-        """The owner has them, or never will."""
-        self._path, self._error = path, error
-        self._settled.set()
-
-    async def path(self) -> str:
-        """Where they are."""
-        await self._settled.wait()
-        if self._error is not None:
-            raise EngineError(f"{self.owner.name} did not pass the weights on: {self._error}")
-        return self._path
-
-    async def leave(self, channel: Channel) -> None:
-        """One replica has loaded them, or will not; after the last one any that lives removes them.
+    async def discard(self) -> None:
+        """Have any replica that lives remove the files.
 
         Where none does, the next weights that a process writes down there find that it is gone.
         """
-        self.channels.append(channel)
-        self.loading -= 1
-        if self.loading or not self._path:
-            return
-        with cleanup_scope(DROP_S):
-            for each in self.channels:
-                with suppress(EngineError):
-                    await each.command(DropWeights(self._path))
-                    return
+        for channel in self.channels if self.path else ():
+            with suppress(EngineError):
+                await channel.command(DropWeights(self.path))
+                return
 
 
 class WeightBroadcast:
     """One broadcast to the replicas that serve when it begins."""
 
-    def __init__(self, source: DistributedWeights, replicas: Sequence[Replica]) -> None:
-        self._source = source
+    def __init__(self, replicas: Sequence[Replica]) -> None:
         self._ranks = {replica: rank for rank, replica in enumerate(replicas, start=1)}
         self._machines: dict[str, _Machine] = {}
         for replica in replicas:
-            machine = self._machines.setdefault(replica.machine, _Machine(replica))
-            machine.loading += 1
+            self._machines.setdefault(replica.machine, _Machine(replica))
 
-    async def load(
-        self, replica: Replica, channel: Channel, version: int, *, interrupts: bool = False
-    ) -> None:
-        """Have a replica receive and load them; `interrupts`: see `Command`."""
+    async def receive(
+        self, source: DistributedWeights, replica: Replica, channel: Channel
+    ) -> DiskWeights:
+        """Have a replica receive them; returns where it finds them then."""
         machine = self._machines[replica.machine]
+        machine.channels.append(channel)
         is_owner = machine.owner is replica
-        source = msgspec.structs.replace(self._source, rank=self._ranks[replica], is_kept=is_owner)
+        source = msgspec.structs.replace(source, rank=self._ranks[replica], is_kept=is_owner)
         try:
-            path, error = "", None
-            try:
-                path = await replica.command(channel, ReceiveWeights(source))
-            except BaseException as failure:
-                error = (
-                    failure if isinstance(failure, Exception) else EngineError("it was given up")
-                )
-                raise
-            finally:
-                if is_owner:
-                    machine.settle(path, error)
-            received = DiskWeights(await machine.path())
-            await replica.command(channel, LoadWeights(version, received), interrupts=interrupts)
+            path = await replica.command(channel, ReceiveWeights(source))
+            if is_owner:
+                machine.path = path
+        except Exception as error:
+            if is_owner:
+                machine.error = str(error)
+            raise
         finally:
-            await machine.leave(channel)
+            if is_owner:
+                machine.settled.set()
+        await machine.settled.wait()
+        if not machine.path:
+            raise EngineError(f"{machine.owner.name} did not pass the weights on: {machine.error}")
+        return DiskWeights(machine.path)
+
+    async def discard(self) -> None:
+        """Remove what was received; all have loaded it, or will not."""
+        with cleanup_scope(DROP_S):
+            async with anyio.create_task_group() as tasks:
+                for machine in self._machines.values():
+                    tasks.start_soon(machine.discard)

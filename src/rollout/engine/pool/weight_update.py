@@ -48,7 +48,7 @@ class WeightUpdater:
     not certain is restarted, and does not serve before it has them.
 
     Args:
-        limit_s: How long a replica may take to cut its requests off and to load.
+        limit_s: How long a replica may take to start, and to cut its requests off and load.
         changes: Notified when a replica comes to serve, or failed to.
 
     Attributes:
@@ -75,7 +75,6 @@ class WeightUpdater:
         self._staged: list[SentWeights] = []  # whose files are still there
         self._errors: dict[Replica, EngineError] = {}  # of those that did not load the current ones
         self._updates = Notifier()
-        self._broadcast: WeightBroadcast | None = None  # how the current ones reach replicas
 
     async def bring_up(self, replica: Replica, channel: Channel) -> None:
         """Give a replica that does not serve yet the current weights."""
@@ -97,7 +96,7 @@ class WeightUpdater:
                     replica.note_error(why)
                     await self._updates.wait()
                 else:
-                    await self._load(replica, channel, wanted)
+                    await self._load(replica, channel, wanted, wanted.source)
             except EngineError as error:
                 if wanted is self.current:
                     self._errors[replica] = error
@@ -148,14 +147,16 @@ class WeightUpdater:
             for replica in self._replicas
             if replica.channel is not None and replica.is_serving
         }
-        if isinstance(weights.source, DistributedWeights):
-            self._broadcast = WeightBroadcast(weights.source, list(serving))
+        broadcast = WeightBroadcast(list(serving))
         self._updates.notify()
         for replica in serving:
             self._router.set_weights(replica.name, NO_WEIGHTS)
-        async with anyio.create_task_group() as tasks:
-            for replica, channel in serving.items():
-                tasks.start_soon(self._update_one, replica, channel, weights, mode)
+        try:
+            async with anyio.create_task_group() as tasks:
+                for replica, channel in serving.items():
+                    tasks.start_soon(self._update_one, replica, channel, weights, mode, broadcast)
+        finally:
+            await broadcast.discard()
         if not serving:
             await self._wait_for_first(weights)
         if not self._is_served(weights) and (self._errors or self._has_replicas()):
@@ -169,7 +170,12 @@ class WeightUpdater:
         await self._discard_others()
 
     async def _update_one(
-        self, replica: Replica, channel: Channel, weights: SentWeights, mode: UpdateMode
+        self,
+        replica: Replica,
+        channel: Channel,
+        weights: SentWeights,
+        mode: UpdateMode,
+        broadcast: WeightBroadcast,
     ) -> None:
         """Empty a replica and have it load; its refusal or loss is noted.
 
@@ -178,16 +184,17 @@ class WeightUpdater:
         try:
             if mode == "wait":
                 await replica.wait_empty()
-            interrupts = mode == "abort_and_resume"
-            await self._load(replica, channel, weights, interrupts=interrupts)
+            source, interrupts = weights.source, mode == "abort_and_resume"
+            if isinstance(source, DistributedWeights):
+                source = await broadcast.receive(source, replica, channel)
+            await self._load(replica, channel, weights, source, interrupts=interrupts)
             if replica.channel is channel and replica.is_serving:
                 self._router.set_weights(replica.name, weights.version)
                 self._requests.queue.call_next()
             for request in replica.requests:
                 request.resume()
                 if interrupts:
-                    assert request.dispatch is not None
-                    self._router.renew(request.dispatch, request.prompt_tokens)
+                    self._router.renew(request.parts[-1], request.prompt_tokens)
         except EngineError as error:
             self._errors[replica] = error
 
@@ -196,26 +203,12 @@ class WeightUpdater:
         replica: Replica,
         channel: Channel,
         weights: SentWeights,
+        source: DiskWeights,
         *,
         interrupts: bool = False,
     ) -> None:
-        try:
-            with anyio.fail_after(self._limit_s):
-                if isinstance(weights.source, DiskWeights):
-                    load = LoadWeights(weights.version, weights.source)
-                    await replica.command(channel, load, interrupts=interrupts)
-                else:
-                    assert self._broadcast is not None  # a later one waits for other weights
-                    await self._broadcast.load(
-                        replica, channel, weights.version, interrupts=interrupts
-                    )
-        except TimeoutError:
-            error = EngineError(
-                f"{channel.name}: the weights of version {weights.version} are not loaded after "
-                f"engine.start_timeout_s = {self._limit_s:g} s"
-            )
-            replica.restart(channel, str(error))  # it may get them yet: nobody knows what it has
-            raise error from None
+        load = LoadWeights(weights.version, source)
+        await replica.command(channel, load, interrupts=interrupts)
         channel.info = msgspec.structs.replace(channel.info, weight_version=weights.version)
         replica.weights = weights
 

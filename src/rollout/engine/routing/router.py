@@ -191,7 +191,7 @@ class Router:
             self._scores = np.empty(len(self._loads))
         replica.capacity, replica.weight = capacity, weight
         replica.is_offered, replica.is_draining = True, False
-        replica.kv_used, replica.last_report, replica.was_idle = 0.0, None, True
+        replica.last_report, replica.was_idle = None, True
         replica.cache_epoch += 1
         self._list_offered()
         self._check_weights(replica, weight_version)
@@ -466,7 +466,6 @@ class Router:
         if replica is None:
             return
         at = load.measured_at_s or now
-        replica.kv_used = min(max(load.kv_used, 0.0), 1.0)
         if replica.last_report is not None:
             last, last_at = replica.last_report
             if 0 <= at - last_at < MIN_REPORT_S:
