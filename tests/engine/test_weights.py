@@ -141,7 +141,7 @@ async def test_update_every_token_has_the_version_that_sampled_it(
         assert running.versions == versions
         assert late.versions == [[8, 2]]
         assert len(running.parts) == 1
-        assert (running.resumes, running.restarts) == (0, [])
+        assert (running.resumes, running.restarts) == (0, ())
 
 
 async def test_update_requests_that_are_cut_off_stay_with_their_replicas(cores: list[Any]) -> None:
@@ -317,7 +317,7 @@ async def test_update_with_state_beyond_the_tokens_begins_anew_and_says_so(
             await anyio.sleep(2.5)
             await pool.update_weights(8, W8)
         assert generation.versions == [[8, 4]]
-        assert generation.restarts == ["it was interrupted (sampling.presence_penalty)"]
+        assert generation.restarts == ("it was interrupted (sampling.presence_penalty)",)
 
 
 @pytest.mark.parametrize(

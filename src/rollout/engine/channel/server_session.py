@@ -101,7 +101,7 @@ class ServerSession:
         self._requests: dict[str, _ServerRequest] = {}
         self._media = MediaReceiver(frames, media_cache_bytes)
         self._interval = 1 if getattr(core, "is_gathering", False) else settings.stream_interval
-        self._has_waiting_tokens = anyio.Event()
+        self._has_waiting_tokens = Notifier()
         self._ids = RequestIds()
         self._interrupting = 0  # operations under way that no request may run beside
         self._released: frozenset[str] = frozenset()  # memory, by tags: none runs without it
@@ -320,14 +320,13 @@ class ServerSession:
         if chunk.finish_reason or count >= self._interval or not _is_sound(chunk):
             self._flush(request)
         else:
-            self._has_waiting_tokens.set()
+            self._has_waiting_tokens.notify()
 
     async def _flush_waiting_tokens(self) -> None:
         """Send what has gathered every `stream_interval_s`: no token waits longer."""
         while True:
             await self._has_waiting_tokens.wait()
             await anyio.sleep(self._settings.stream_interval_s)
-            self._has_waiting_tokens = anyio.Event()
             for request in self._requests.values():
                 self._flush(request)
 

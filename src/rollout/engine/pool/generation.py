@@ -149,7 +149,7 @@ class Generation:
     cached_tokens: int = 0
     parts: tuple[Dispatch, ...] = ()
     resumes: int = 0
-    restarts: list[str] = attrs.Factory(list)
+    restarts: tuple[str, ...] = ()
     versions: list[list[int]] = attrs.Factory(list)
     bounded_by: str = ""
     top_count: int = 0
@@ -373,7 +373,7 @@ class Generation:
         """Drop the tokens, before the request is made again from its prompt."""
         for part in self.parts:
             part.is_discarded = True
-        self.restarts.append(reason)
+        self.restarts += (reason,)
         self.ids, self.log_probs, self._packed, self.versions = array("i"), array("f"), None, []
         self.finish_reason, self.cached_tokens = None, 0
         self.top_ids = self.top_log_probs = self.routed_experts = b""

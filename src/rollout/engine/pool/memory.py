@@ -107,7 +107,7 @@ class MemoryManager:
 
         async with anyio.create_task_group() as tasks:
             for replica in self._replicas:
-                if replica.channel is not None and replica.is_serving:
+                if replica.channel is not None:
                     tasks.start_soon(do, replica, replica.channel)
         if errors:
             raise errors[0]

@@ -244,8 +244,6 @@ class Replica:
                     await channel.lost.wait()
             finally:
                 channel.close()
-                self._media_bytes += channel.media_bytes
-                self.channel = None
                 # Where it was being brought up to date, nobody knows what came of that.
                 if channel.lost_cause != "connection" or began is None:
                     self._must_restart = True
@@ -280,8 +278,9 @@ class Replica:
 
     def _note_loss(self) -> None:
         """The session is lost: called before any of its requests learns of it."""
-        channel = self.channel
+        channel, self.channel, self.routed = self.channel, None, None
         assert channel is not None
+        self._media_bytes += channel.media_bytes
         if self._commands:  # the engine may have done them, or half of one
             self._must_restart = True
         is_excused = channel.lost_cause in ("closed", "operation") or self._commands > 0
@@ -289,7 +288,6 @@ class Replica:
         for request in self.requests:
             request.loss = self._loss
         self._settings.router.remove(self.name)
-        self.routed = None
         self.note_error(channel.lost_reason)
         self._set_state("lost", channel.lost_reason)
         self._settings.on_change(self)
@@ -314,7 +312,7 @@ class Replica:
     @property
     def is_serving(self) -> bool:
         """Whether the router may choose it: its session is not lost."""
-        return self.routed is not None
+        return self.channel is not None
 
     def restart(self, channel: Channel | None, why: str) -> None:
         """Have the engine restarted, unless the session `channel` is over already."""

@@ -291,7 +291,6 @@ class RequestRunner:
             return False
         match request.finish_reason:
             case "abort" if self._was_aborted_early(request):
-                request.finish_reason = None
                 if request.is_complete():
                     return True
                 field = request.sampling.find_stateful_field()

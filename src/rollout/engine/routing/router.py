@@ -120,11 +120,8 @@ class Router:
         self._strategy = strategy
         self._by_seconds = strategy == "estimated_seconds"
         self._by_requests = strategy == "least_requests"
-        self._margin = sys.float_info.max  # in turn, a trajectory never moves
-        if self._by_seconds:
-            self._margin = move_margin_s
-        elif self._by_requests:
-            self._margin = move_margin + TIE_SLACK
+        margins = {"estimated_seconds": move_margin_s, "least_requests": move_margin + TIE_SLACK}
+        self._margin = margins.get(strategy, sys.float_info.max)  # in turn, none ever moves
         self._weight_version: int | None = None
         self._now = self._compared_at = 0.0
         self._decisions = self._moves = self._refusals = self._ended = 0
