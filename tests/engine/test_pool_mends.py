@@ -358,21 +358,19 @@ def test_generation_takes_many_chunks_in_time_that_grows_with_their_number() -> 
 def test_gpu_slots_of_workers_with_one_gpu_each_make_replicas_of_several(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from rollout.engine.placement import ray_cluster
-
     ray = SimpleNamespace(get=list)
-    monkeypatch.setattr(ray_cluster, "import_ray", lambda: ray)
+    monkeypatch.setattr(ray_placement, "import_ray", lambda: ray)
     places = ["a:0", "a:1", "b:0", "b:1"]
     workers = [
         SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda _, place=place: place))
         for place in places
     ]
-    assert ray_cluster.gpu_slots_of(workers) == tuple(places)
-    assert ray_cluster.gpu_slots_of(workers, gpus_per_replica=2) == ("a:0,1", "b:0,1")
+    assert ray_placement.gpu_slots_of(workers) == tuple(places)
+    assert ray_placement.gpu_slots_of(workers, gpus_per_replica=2) == ("a:0,1", "b:0,1")
     with pytest.raises(EngineError, match="4 workers; expected a multiple of"):
-        ray_cluster.gpu_slots_of(workers, gpus_per_replica=3)
+        ray_placement.gpu_slots_of(workers, gpus_per_replica=3)
     with pytest.raises(EngineError, match="several machines"):
-        ray_cluster.gpu_slots_of([*workers[1:3], *workers[:2]], gpus_per_replica=2)
+        ray_placement.gpu_slots_of([*workers[1:3], *workers[:2]], gpus_per_replica=2)
 
 
 def test_stage_leaves_weights_of_another_container_alone(
