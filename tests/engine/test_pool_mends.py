@@ -218,6 +218,24 @@ async def test_sleep_fails_and_one_that_sleeps_does_not_wake_it_is_restarted(
         assert not any(each.is_asleep for each in placement.cores.values())
 
 
+async def test_replica_that_joins_sleeping_engines_and_does_not_fall_asleep_is_not_waited_for(
+    rollout_clock: Any,
+) -> None:
+    core = "test_pool_mends:SlowSleeperCore"
+    pool = EnginePool(
+        placement=InProcess(),
+        specs=[CoreSpec(core, {"sleep_s": 0.0})],
+        make_spec=lambda slot: CoreSpec(core, {"sleep_s": 1e6}),
+        router=Router(),
+        start_timeout_s=60,
+    )
+    async with pool.serving():
+        await pool.sleep()
+        with pytest.raises(EngineError, match=r"engine-1: no answer after engine.start_timeout_s"):
+            await pool.add_replica()
+        assert anyio.current_time() < 100
+
+
 async def test_update_waits_for_requests_that_sleep_it_is_refused(rollout_clock: Any) -> None:
     answers: list[list[int]] = []
 
