@@ -17,7 +17,7 @@ from trio.testing import MockClock
 from fake_core import CountingCore
 from faulty_cores import UpdatableCore
 from rollout.engine.channel import framing
-from rollout.engine.channel.channel import FRAMES_A_ROUND
+from rollout.engine.channel.framing import FRAMES_A_ROUND
 from rollout.engine.channel.messages import (
     Abort,
     ChannelSettings,

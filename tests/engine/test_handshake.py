@@ -19,7 +19,6 @@ from rollout.engine.channel.framing import FrameStream
 from rollout.engine.channel.handshake import (
     authenticate_client,
     authenticate_server,
-    open_frames,
     prove,
 )
 from rollout.engine.channel.messages import (
@@ -56,7 +55,7 @@ def anyio_backend() -> object:
 
 def open_to_client(stream: MemoryByteStream) -> FrameStream[FromClient]:
     """The engine's side of a connection."""
-    return open_frames(stream, client_messages)
+    return FrameStream(stream, client_messages)
 
 
 async def read_all(frames: FrameStream[FromClient], count: int) -> list[object]:
@@ -107,8 +106,8 @@ async def test_read_peer_closes_within_a_frame_says_so() -> None:
 async def test_read_announced_length_past_the_maximum_is_refused() -> None:
     left, right = memory_stream_pair()
     await left.send(b"\xff\xff\xff\xff")
-    with pytest.raises(FrameError, match="4294967295 bytes was announced; 1000 at most"):
-        await FrameStream(right, client_messages, max_frame_bytes=1000).read()
+    with pytest.raises(FrameError, match="4294967295 bytes was announced; 65536 at most"):
+        await open_to_client(right).read()
 
 
 async def test_send_peer_reads_nothing_waits_at_the_window() -> None:
@@ -143,7 +142,7 @@ async def shake(server: Peer, client: Peer) -> tuple[object, object]:
 
     async def side(name: str, peer: Peer, stream: MemoryByteStream) -> None:
         decoder: Any = client_messages if name == "server" else server_messages
-        frames: FrameStream[Any] = open_frames(stream, decoder)
+        frames: FrameStream[Any] = FrameStream(stream, decoder)
         try:
             results[name] = await peer(frames)
         except Exception as error:
@@ -157,14 +156,12 @@ async def shake(server: Peer, client: Peer) -> tuple[object, object]:
     return results["server"], results["client"]
 
 
-async def serve(frames: FrameStream[Any]) -> Hello | None:
+async def serve(frames: FrameStream[Any]) -> Hello:
     """The engine's side."""
-    greeted = await authenticate_client(frames, SECRET, INFO)
-    if greeted is None:
-        return None
-    frames.send_nowait(Welcome(greeted[1], INFO))
+    hello, proof = await authenticate_client(frames, SECRET, INFO)
+    frames.send_nowait(Welcome(proof, INFO))
     await frames.flush()
-    return greeted[0]
+    return hello
 
 
 def connect(secret: bytes = SECRET) -> Peer:
@@ -183,7 +180,7 @@ async def test_handshake_same_secret_gives_the_engines_facts_and_the_drivers_set
 
 async def test_handshake_client_with_another_secret_is_refused() -> None:
     hello, error = await shake(serve, connect(b"x"))
-    assert hello is None
+    assert isinstance(hello, FrameError)
     assert (
         str(error) == "the engine refused the connection: the proof of the shared secret is wrong"
     )
@@ -220,7 +217,7 @@ async def test_handshake_client_sends_something_else_first_is_refused() -> None:
         return await frames.read_one()
 
     hello, answer = await shake(serve, rude)
-    assert hello is None
+    assert isinstance(hello, FrameError)
     assert answer == Refused("expected a hello, got Abort")
 
 

@@ -218,6 +218,24 @@ async def test_sleep_fails_and_one_that_sleeps_does_not_wake_it_is_restarted(
         assert not any(each.is_asleep for each in placement.cores.values())
 
 
+async def test_replica_that_joins_sleeping_engines_and_does_not_fall_asleep_is_not_waited_for(
+    rollout_clock: Any,
+) -> None:
+    core = "test_pool_mends:SlowSleeperCore"
+    pool = EnginePool(
+        placement=InProcess(),
+        specs=[CoreSpec(core, {"sleep_s": 0.0})],
+        make_spec=lambda slot: CoreSpec(core, {"sleep_s": 1e6}),
+        router=Router(),
+        start_timeout_s=60,
+    )
+    async with pool.serving():
+        await pool.sleep()
+        with pytest.raises(EngineError, match=r"engine-1: no answer after engine.start_timeout_s"):
+            await pool.add_replica()
+        assert anyio.current_time() < 100
+
+
 async def test_update_waits_for_requests_that_sleep_it_is_refused(rollout_clock: Any) -> None:
     answers: list[list[int]] = []
 
@@ -358,21 +376,19 @@ def test_generation_takes_many_chunks_in_time_that_grows_with_their_number() -> 
 def test_gpu_slots_of_workers_with_one_gpu_each_make_replicas_of_several(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from rollout.engine.placement import ray_cluster
-
     ray = SimpleNamespace(get=list)
-    monkeypatch.setattr(ray_cluster, "import_ray", lambda: ray)
+    monkeypatch.setattr(ray_placement, "import_ray", lambda: ray)
     places = ["a:0", "a:1", "b:0", "b:1"]
     workers = [
         SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda _, place=place: place))
         for place in places
     ]
-    assert ray_cluster.gpu_slots_of(workers) == tuple(places)
-    assert ray_cluster.gpu_slots_of(workers, gpus_per_replica=2) == ("a:0,1", "b:0,1")
+    assert ray_placement.gpu_slots_of(workers) == tuple(places)
+    assert ray_placement.gpu_slots_of(workers, gpus_per_replica=2) == ("a:0,1", "b:0,1")
     with pytest.raises(EngineError, match="4 workers; expected a multiple of"):
-        ray_cluster.gpu_slots_of(workers, gpus_per_replica=3)
+        ray_placement.gpu_slots_of(workers, gpus_per_replica=3)
     with pytest.raises(EngineError, match="several machines"):
-        ray_cluster.gpu_slots_of([*workers[1:3], *workers[:2]], gpus_per_replica=2)
+        ray_placement.gpu_slots_of([*workers[1:3], *workers[:2]], gpus_per_replica=2)
 
 
 def test_stage_leaves_weights_of_another_container_alone(

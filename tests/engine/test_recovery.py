@@ -114,7 +114,7 @@ async def test_resume_goes_on_elsewhere_from_the_tokens_that_it_has(cores: list[
     assert list(generation.log_probs) == [-n / 8 for n in range(101, 111)]
     assert generation.versions == [[3, 10]]
     assert generation.finish_reason == "length"
-    assert (generation.resumes, generation.restarts, generation.discarded_tokens) == (1, [], 0)
+    assert (generation.resumes, generation.restarts, generation.discarded_tokens) == (1, (), 0)
     first, second = generation.parts
     assert (first.count, second.start, second.count) == (3, 3, 7)
     assert first.replica != second.replica

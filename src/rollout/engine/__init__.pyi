@@ -11,7 +11,7 @@ from rollout.engine.core import (
     SamplingParams as SamplingParams,
 )
 from rollout.engine.cores.base import BaseCore as BaseCore
-from rollout.engine.placement.ray_cluster import gpu_slots_of as gpu_slots_of
+from rollout.engine.placement.ray import gpu_slots_of as gpu_slots_of
 from rollout.engine.pool.opening import open_engines as open_engines
 from rollout.engine.routing import Router as Router
 from rollout.engine.weights import (

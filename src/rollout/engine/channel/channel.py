@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import anyio
 
 from rollout.engine.channel.framing import CONNECTION_ERRORS, FrameStream
-from rollout.engine.channel.handshake import CONNECT_S, authenticate_server, open_frames
+from rollout.engine.channel.handshake import CONNECT_S, authenticate_server
 from rollout.engine.channel.media import MediaSender
 from rollout.engine.channel.messages import (
     Abort,
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from rollout.medium import PlacedMedia
 
 logger = logging.getLogger("rollout.engine")
-
-#: Frames handled before other tasks run, and before the loop looks at its timers and sockets.
-FRAMES_A_ROUND = 32
 
 OpenStream = Callable[[], Awaitable["ByteStream"]]
 #: Why a channel was lost: its connection broke, fell silent or carried nonsense; a request or an
@@ -97,8 +94,7 @@ class Channel:
         self._commands: dict[int, tuple[anyio.Event, list[CommandDone]]] = {}
         self._numbers = itertools.count()
         self._media = MediaSender(frames)
-        self._handled = 0
-        self._mark = frames.arrivals, self._handled  # a step ago
+        self._mark = frames.signs_of_life  # a step ago
         self._silent_s = 0.0
 
     @property
@@ -191,42 +187,30 @@ class Channel:
     async def run(self) -> None:
         """Read and write until the session is lost."""
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._read)
-            tasks.start_soon(self._write)
+            tasks.start_soon(self._converse)
             tasks.start_soon(self._media.run)
             await self.lost.wait()
             tasks.cancel_scope.cancel()
 
-    async def _read(self) -> None:
+    async def _converse(self) -> None:
         try:
-            while True:
-                for message in await self._frames.read():
-                    if self._handled % FRAMES_A_ROUND == 0:
-                        await anyio.lowlevel.checkpoint()
-                    self._handled += 1
-                    self._handle(message)
-                    if self.lost_cause is not None:
-                        return
+            await self._frames.run(self._handle)
         except anyio.EndOfStream:
             self.lose("the engine closed the connection", "connection")
         except CONNECTION_ERRORS as error:
             self.lose(f"the connection broke ({type(error).__name__}: {error})", "connection")
 
-    async def _write(self) -> None:
-        try:
-            await self._frames.write_forever()
-        except CONNECTION_ERRORS as error:
-            self.lose(f"the connection broke ({type(error).__name__}: {error})", "connection")
-
     def count_silence(self, step_s: float) -> None:
         """Count a step in which nothing arrived and nothing was handled; see `watch_silence`."""
-        mark = self._frames.arrivals, self._handled
+        mark = self._frames.signs_of_life
         self._silent_s = self._silent_s + step_s if mark == self._mark else 0.0
         self._mark = mark
         if self._silent_s >= self._settings.heartbeat_timeout_s:
             self.lose(f"silent for {self._silent_s:.1f} s", "connection")
 
     def _handle(self, message: FromServer) -> None:
+        if self.lost_cause is not None:
+            return
         match message:
             case Chunk():
                 self._take_chunk(message)
@@ -313,7 +297,7 @@ async def connect_channel(
     try:
         try:
             with anyio.fail_after(timeout_s):
-                frames = open_frames(await open_stream(), server_messages)
+                frames = FrameStream(await open_stream(), server_messages)
                 info = await authenticate_server(
                     frames, secret, settings, expectations or ClientExpectations()
                 )

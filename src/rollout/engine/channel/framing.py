@@ -12,8 +12,11 @@ import anyio
 import msgspec
 
 from rollout.engine.channel.messages import FrameError, FrameTooLongError, encoder
+from rollout.scopes import Notifier, open_task_group
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from anyio.abc import ByteStream
     from msgspec.msgpack import Decoder
 
@@ -21,6 +24,10 @@ Message = TypeVar("Message")
 
 #: Bytes read at once: about a millisecond of work for the reader.
 READ_BYTES = 256 * 1024
+#: Messages handled before other tasks run, and before the loop looks at its timers and sockets.
+FRAMES_A_ROUND = 32
+#: An unauthenticated peer cannot make us buffer more than this.
+HANDSHAKE_FRAME_BYTES = 64 * 1024
 #: Bytes waiting to be written from which on callers should wait: eight prompts of 32k tokens.
 HIGH_WATER_BYTES = 1024 * 1024
 #: What reading or writing raises when a connection is of no more use.
@@ -38,29 +45,26 @@ _length = Struct("<I")
 class FrameStream(Generic[Message]):
     """Frames over a byte stream, read by one task and written by one task.
 
-    `send_nowait` only appends to a buffer; the task that runs `write_forever` sends what has
-    gathered. So a caller's cancellation never truncates a frame, and many small messages share a
-    system call.
+    `send_nowait` only appends to a buffer; `run` sends what has gathered. So a caller's
+    cancellation never truncates a frame, and many small messages share a system call.
 
     Args:
         decoder: Of the messages that are read.
 
     Attributes:
-        max_frame_bytes: Longest message, either way.
-        arrivals: Counts reads that brought bytes; an arrival is a sign of life.
+        max_frame_bytes: Longest message, either way; short until the peer has proved itself.
+        signs_of_life: Counts reads that brought bytes, and messages that were handled.
     """
 
-    def __init__(
-        self, stream: ByteStream, decoder: Decoder[Message], *, max_frame_bytes: int
-    ) -> None:
-        self.max_frame_bytes = max_frame_bytes
-        self.arrivals = 0
+    def __init__(self, stream: ByteStream, decoder: Decoder[Message]) -> None:
+        self.max_frame_bytes = HANDSHAKE_FRAME_BYTES
+        self.signs_of_life = 0
         self._stream, self._decoder = stream, decoder
         self._incoming = bytearray()
         self._outgoing = bytearray()
         self._sending = 0
         self._has_outgoing = anyio.Event()
-        self._written = anyio.Event()
+        self._written = Notifier()
 
     @property
     def queued(self) -> int:
@@ -108,11 +112,26 @@ class FrameStream(Generic[Message]):
             self._sending = len(data)
             await self._stream.send(data)  # type: ignore[arg-type]  # any buffer will do
             self._sending = 0
-            written, self._written = self._written, anyio.Event()
-            written.set()
+            self._written.notify()
 
-    async def write_forever(self) -> None:
-        """Write messages as they are queued, until the stream breaks or the task is cancelled."""
+    async def run(self, handle: Callable[[Message], object]) -> None:
+        """Write messages as they are queued, and hand over those that come, until cancelled.
+
+        Raises:
+            anyio.EndOfStream: The peer has closed the connection; or another `CONNECTION_ERRORS`.
+        """
+        async with open_task_group() as tasks:
+            tasks.start_soon(self._write)
+            handled = 0
+            while True:
+                for message in await self.read():
+                    if handled % FRAMES_A_ROUND == 0:
+                        await anyio.lowlevel.checkpoint()
+                    handled += 1
+                    self.signs_of_life += 1
+                    handle(message)
+
+    async def _write(self) -> None:
         while True:
             self._has_outgoing = anyio.Event()
             await self.flush()
@@ -136,7 +155,7 @@ class FrameStream(Generic[Message]):
                 if self._incoming:
                     raise FrameError("the connection ended in the middle of a frame") from None
                 raise
-            self.arrivals += 1
+            self.signs_of_life += 1
         return messages
 
     def _split_incoming(self, most: int | None) -> list[Message]:
@@ -164,7 +183,7 @@ class FrameStream(Generic[Message]):
         """Write nothing more, and let callers that wait for that continue."""
         self._outgoing = bytearray()
         self._sending = 0
-        self._written.set()
+        self._written.notify()
 
     async def aclose(self) -> None:
         """Close the stream at once; safe in a cancelled scope."""

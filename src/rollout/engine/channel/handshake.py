@@ -15,7 +15,6 @@ import hmac
 import secrets
 from typing import TYPE_CHECKING, Literal
 
-from rollout.engine.channel.framing import FrameStream, Message
 from rollout.engine.channel.messages import (
     PROTOCOL_VERSION,
     Challenge,
@@ -30,17 +29,13 @@ from rollout.engine.channel.messages import (
 )
 
 if TYPE_CHECKING:
-    from anyio.abc import ByteStream
-    from msgspec.msgpack import Decoder
-
+    from rollout.engine.channel.framing import FrameStream
     from rollout.engine.core import EngineInfo
 
 #: From the acceptance of a connection to its welcome.
 HANDSHAKE_S = 5.0
 #: The same for a driver, whose connection may have to wait until it is accepted.
 CONNECT_S = 2 * HANDSHAKE_S
-#: An unauthenticated peer cannot make us buffer more than this.
-HANDSHAKE_FRAME_BYTES = 64 * 1024
 NONCE_BYTES = 32
 
 
@@ -49,17 +44,13 @@ def prove(secret: bytes, side: Literal["client", "server"], *nonces: bytes) -> b
     return hmac.digest(secret, side.encode() + b"".join(nonces), "sha256")
 
 
-def open_frames(stream: ByteStream, decoder: Decoder[Message]) -> FrameStream[Message]:
-    """Wrap a connection that has proved nothing yet."""
-    return FrameStream(stream, decoder, max_frame_bytes=HANDSHAKE_FRAME_BYTES)
-
-
 async def authenticate_client(
     frames: FrameStream[FromClient], secret: bytes, info: EngineInfo
-) -> tuple[Hello, bytes] | None:
-    """Return a client's hello and our proof for it; None (it was refused) where it has none.
+) -> tuple[Hello, bytes]:
+    """Return a client's hello and our proof for it.
 
-    A client that expects another model is refused too.
+    Raises:
+        FrameError: It has no proof, or expects another model; it was told so.
     """
     nonce = secrets.token_bytes(NONCE_BYTES)
     frames.send_nowait(Challenge(PROTOCOL_VERSION, nonce))
@@ -69,7 +60,7 @@ async def authenticate_client(
     if fault:
         frames.send_nowait(Refused(fault))
         await frames.flush()
-        return None
+        raise FrameError(f"a client was refused: {fault}")
     assert isinstance(hello, Hello)
     return hello, prove(secret, "server", hello.nonce, nonce)
 

@@ -12,14 +12,9 @@ import anyio
 
 from rollout.engine.channel.core_hosting import carry_out
 from rollout.engine.channel.framing import CONNECTION_ERRORS, FrameStream
-from rollout.engine.channel.handshake import HANDSHAKE_S, authenticate_client, open_frames
+from rollout.engine.channel.handshake import HANDSHAKE_S, authenticate_client
 from rollout.engine.channel.media import CACHE_BYTES
-from rollout.engine.channel.messages import (
-    ChannelSettings,
-    FromClient,
-    Welcome,
-    client_messages,
-)
+from rollout.engine.channel.messages import Welcome, client_messages
 from rollout.engine.channel.server_session import ServerSession
 from rollout.engine.channel.sockets import limit_unacknowledged, wrap_tls
 from rollout.errors import EngineError
@@ -108,30 +103,21 @@ class EngineServer:
             async with self._unauthenticated:
                 with anyio.fail_after(HANDSHAKE_S):
                     stream = await wrap_tls(stream, self._tls, server_side=True)
-                    frames = open_frames(stream, client_messages)
-                    settings = await self._shake_hands(frames)
-            if settings is not None:
-                frames.max_frame_bytes = settings.max_frame_bytes
-                session = ServerSession(
-                    self._core, frames, settings, self.carry_out, self._media_cache_bytes
-                )
-                await session.run()
+                    frames = FrameStream(stream, client_messages)
+                    hello, proof = await authenticate_client(frames, self._secret, self._core.info)
+                    async with self._operations:  # a broken session's may change the weights
+                        frames.send_nowait(Welcome(proof, self._core.info))
+                    await frames.flush()
+            frames.max_frame_bytes = hello.settings.max_frame_bytes
+            session = ServerSession(
+                self._core, frames, hello.settings, self.carry_out, self._media_cache_bytes
+            )
+            await session.run()
         except (*CONNECTION_ERRORS, TimeoutError) as error:
             logger.debug("a connection ended: %r", error)
         finally:
             with anyio.CancelScope(shield=True):  # or what comes after would be skipped
                 await anyio.aclose_forcefully(stream)
-
-    async def _shake_hands(self, frames: FrameStream[FromClient]) -> ChannelSettings | None:
-        """Let a driver in that proves to hold the secret; None where it was refused."""
-        greeted = await authenticate_client(frames, self._secret, self._core.info)
-        if greeted is None:
-            return None
-        hello, proof = greeted
-        async with self._operations:  # one that a broken session left may change the weights
-            frames.send_nowait(Welcome(proof, self._core.info))
-        await frames.flush()
-        return hello.settings
 
     async def carry_out(self, operation: Operation) -> str:
         """Have the core do it, one operation at a time; returns its result.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,6 @@ import anyio
 import msgspec
 
 from rollout.engine.channel.core_hosting import describe_error, is_fatal
-from rollout.engine.channel.framing import CONNECTION_ERRORS, FrameStream
 from rollout.engine.channel.media import MediaReceiver
 from rollout.engine.channel.messages import (
     Abort,
@@ -32,11 +30,15 @@ from rollout.engine.channel.messages import (
     WakeUp,
 )
 from rollout.engine.core import INTERRUPTED, TAGS_OF_LEVEL, Chunk, GenerationRequest
+from rollout.scopes import Notifier, open_task_group
 from rollout.seeds import RequestIds
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+    from anyio.abc import TaskGroup
+
+    from rollout.engine.channel.framing import FrameStream
     from rollout.engine.channel.messages import Operation
     from rollout.engine.core import EngineCore
     from rollout.medium import PlacedMedia
@@ -95,37 +97,25 @@ class ServerSession:
         self._frames = frames
         self._settings = settings
         self._carry_out = carry_out
+        self._tasks: TaskGroup
         self._requests: dict[str, _ServerRequest] = {}
-        self._queue: deque[_ServerRequest] = deque()
-        self._is_worker_due = False
         self._media = MediaReceiver(frames, media_cache_bytes)
         self._interval = 1 if getattr(core, "is_gathering", False) else settings.stream_interval
-        self._has_waiting_tokens = anyio.Event()
+        self._has_waiting_tokens = Notifier()
         self._ids = RequestIds()
         self._interrupting = 0  # operations under way that no request may run beside
         self._released: frozenset[str] = frozenset()  # memory, by tags: none runs without it
-        self._parked, self._resumed = anyio.Event(), anyio.Event()
+        self._parked, self._resumed = Notifier(), Notifier()
 
     async def run(self) -> None:
-        """Serve until the connection ends; the core is then rid of the session's requests."""
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._write, tasks.cancel_scope)
-            tasks.start_soon(self._report_load)
-            tasks.start_soon(self._flush_waiting_tokens)
-            try:
-                while True:
-                    for message in await self._frames.read():
-                        self._handle(message, tasks)
-            except CONNECTION_ERRORS as error:
-                logger.debug("the connection ended: %r", error)
-            tasks.cancel_scope.cancel()
+        """Serve until the connection ends, whose error is raised.
 
-    async def _write(self, session: anyio.CancelScope) -> None:
-        try:
-            await self._frames.write_forever()
-        except CONNECTION_ERRORS as error:
-            logger.debug("the connection broke: %r", error)
-            session.cancel()
+        The core is then rid of the session's requests.
+        """
+        async with open_task_group() as self._tasks:
+            self._tasks.start_soon(self._report_load)
+            self._tasks.start_soon(self._flush_waiting_tokens)
+            await self._frames.run(self._handle)
 
     async def _report_load(self) -> None:
         """Report the load, which is our heartbeat, and abort requests past their deadlines.
@@ -144,21 +134,21 @@ class ServerSession:
                     self._core.abort_nowait(request.core_id)
             await anyio.sleep(self._settings.heartbeat_s)
 
-    def _handle(self, message: FromClient, tasks: anyio.abc.TaskGroup) -> None:
+    def _handle(self, message: FromClient) -> None:
         match message:
             case Submit():
-                self._submit(message, tasks)
+                self._submit(message)
             case Abort(request_id):
                 if request_id in self._requests:  # else its last chunk is on its way
                     self._abort(self._requests[request_id])
             case MediaPart():
                 self._media.take(message)
             case Command():
-                tasks.start_soon(self._run_command, message)
+                self._tasks.start_soon(self._run_command, message)
             case _:
                 raise FrameError(f"a {type(message).__name__} after the handshake")
 
-    def _submit(self, submit: Submit, tasks: anyio.abc.TaskGroup) -> None:
+    def _submit(self, submit: Submit) -> None:
         request_id, size = submit.request_id, len(submit.ids)
         if request_id in self._requests:
             self._fail(request_id, f"request id {request_id!r} is in use")
@@ -168,8 +158,7 @@ class ServerSession:
             left_s = math.inf if submit.remaining_s is None else submit.remaining_s
             deadline = anyio.current_time() + left_s
             request = self._requests[request_id] = _ServerRequest(submit, deadline)
-            self._queue.append(request)
-            self._start_worker(tasks)
+            self._tasks.start_soon(self._serve_request, request)
 
     def _abort(self, request: _ServerRequest) -> None:
         """Ask for the end of a request; it is over when its last chunk has been sent."""
@@ -180,24 +169,24 @@ class ServerSession:
             request.idle.cancel()
 
     async def _run_command(self, command: Command) -> None:
-        operation, error, fatal, result = command.operation, "", False, ""
+        operation = command.operation
         self._interrupting += command.interrupts
         try:
             if command.interrupts:
                 await self._interrupt_requests()
             result = await self._carry_out(operation)
+            answer = CommandDone(command.number, result=result)
             if isinstance(operation, Sleep):
                 self._released |= frozenset(TAGS_OF_LEVEL[operation.level])
         except Exception as failure:
             logger.exception("%s failed", operation)
-            error, fatal = describe_error(failure), is_fatal(failure)
+            answer = CommandDone(command.number, describe_error(failure), is_fatal(failure))
         if isinstance(operation, WakeUp):  # where that failed, the core refuses its requests
             self._released -= frozenset(operation.tags)
         self._interrupting -= command.interrupts
         if not self._is_held:
-            self._resumed.set()
-            self._resumed = anyio.Event()
-        self._frames.send_nowait(CommandDone(command.number, error, fatal, result))
+            self._resumed.notify()
+        self._frames.send_nowait(answer)
 
     @property
     def _is_held(self) -> bool:
@@ -211,25 +200,7 @@ class ServerSession:
                 request.is_interrupted = True
                 self._core.abort_nowait(request.core_id)
         while any(request.core_id for request in self._requests.values()):
-            self._parked = anyio.Event()
             await self._parked.wait()
-
-    def _start_worker(self, tasks: anyio.abc.TaskGroup) -> None:
-        if not self._is_worker_due:
-            self._is_worker_due = True
-            tasks.start_soon(self._serve_queue, tasks)
-
-    async def _serve_queue(self, tasks: anyio.abc.TaskGroup) -> None:
-        """Serve queued requests; another task takes over where one has to wait for the core.
-
-        So a core that answers at once needs no task for each request.
-        """
-        self._is_worker_due = False
-        while self._queue:
-            request = self._queue.popleft()
-            if self._queue:
-                self._start_worker(tasks)
-            await self._serve_request(request)
 
     async def _serve_request(self, request: _ServerRequest) -> None:
         """Have the core answer it; again, from its tokens, where it was cut off meanwhile."""
@@ -306,7 +277,7 @@ class ServerSession:
             elif not is_over:
                 self._core.abort_nowait(wanted.request_id)
             request.core_id = ""
-            self._parked.set()
+            self._parked.notify()
         self._flush(request)
         self._fail(request.submit.request_id, "the engine ended its answer without saying why")
         return True
@@ -349,14 +320,13 @@ class ServerSession:
         if chunk.finish_reason or count >= self._interval or not _is_sound(chunk):
             self._flush(request)
         else:
-            self._has_waiting_tokens.set()
+            self._has_waiting_tokens.notify()
 
     async def _flush_waiting_tokens(self) -> None:
         """Send what has gathered every `stream_interval_s`: no token waits longer."""
         while True:
             await self._has_waiting_tokens.wait()
             await anyio.sleep(self._settings.stream_interval_s)
-            self._has_waiting_tokens = anyio.Event()
             for request in self._requests.values():
                 self._flush(request)
 

@@ -89,13 +89,13 @@ class EngineProcess:
 
     def start(
         self, spec: bytes, python: str | None, environment: Mapping[str, str] | None = None
-    ) -> bytes:
-        """Start the engine of a `ChildSpec`, as JSON; returns its `ChildReady`, as JSON."""
+    ) -> ChildReady:
+        """Start the engine of a `ChildSpec`, as JSON; returns its answer."""
         command = child_command(python)
         try:
             with self._lock:
                 if self._is_stopped:
-                    return msgspec.json.encode(ChildReady(error="it was given up"))
+                    return ChildReady(error="it was given up")
                 process = self._process = subprocess.Popen(
                     command,
                     stdin=subprocess.PIPE,
@@ -105,7 +105,7 @@ class EngineProcess:
                     start_new_session=True,
                 )
         except OSError as error:
-            return msgspec.json.encode(ChildReady(error=f"cannot run {command[0]!r}: {error}"))
+            return ChildReady(error=f"cannot run {command[0]!r}: {error}")
         reader = threading.Thread(target=self._read_errors, args=(process,), daemon=True)
         reader.start()
         assert process.stdin is not None
@@ -126,7 +126,7 @@ class EngineProcess:
                 reader.join(READ_S)
                 ready.error = self._last_output.describe_error(ready.error)
         self._is_serving = not ready.error
-        return msgspec.json.encode(ready)
+        return ready
 
     def _read_errors(self, process: subprocess.Popen[bytes]) -> None:
         """Pass on what the process writes to standard error, and keep its end for error texts."""

@@ -10,10 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
-import msgspec
 from anyio import to_thread
 
-from rollout.engine.channel.child import ChildReady
 from rollout.engine.channel.sockets import connect_engine
 from rollout.engine.placement.engine_process import EngineProcess, encode_spec
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
@@ -56,11 +54,10 @@ class LocalProcess:
         try:
             try:
                 with anyio.fail_after(start_timeout_s):
-                    answer = await run(process.start, line, self._python)
+                    ready = await run(process.start, line, self._python)
             except TimeoutError:
                 reason = f"not ready after engine.start_timeout_s = {start_timeout_s:g} s"
                 raise EngineError(f"{name}: {reason}") from None
-            ready = msgspec.json.decode(answer, type=ChildReady)
             if ready.error:
                 raise EngineError(f"{name}: {ready.error}")
             connect = partial(connect_engine, "127.0.0.1", ready.port, spec.tls)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from anyio.abc import ByteStream
 
+from rollout.scopes import Notifier
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -29,7 +31,7 @@ class MemoryByteStream(ByteStream):
         self._pieces: deque[tuple[float, bytes]] = deque()  # with when they may be read
         self._unread = 0
         self._is_closed = self._has_ended = self._is_broken = self._is_stalled = False
-        self._changed = anyio.Event()
+        self._changed = Notifier()
 
     async def receive(self, max_bytes: int = 65536) -> bytes:
         """The next bytes; `EndOfStream` once the peer has closed and all is read."""
@@ -52,7 +54,7 @@ class MemoryByteStream(ByteStream):
             self._pieces.appendleft((due, data[size:]))
             data = data[:size]
         self._unread -= len(data)
-        self._notify()
+        self._changed.notify()
         await anyio.lowlevel.cancel_shielded_checkpoint()
         return data
 
@@ -68,12 +70,12 @@ class MemoryByteStream(ByteStream):
             raise anyio.BrokenResourceError
         peer._pieces.append((anyio.current_time() + self._latency_s, item))
         peer._unread += len(item)
-        peer._notify()
+        peer._changed.notify()
 
     async def send_eof(self) -> None:
         """Tell the peer that nothing more comes."""
         self.peer._has_ended = True
-        self.peer._notify()
+        self.peer._changed.notify()
 
     def cut(self, *, after: Callable[[int], int] = lambda _: 0) -> None:
         """Break both directions at once, as a lost network does.
@@ -88,7 +90,7 @@ class MemoryByteStream(ByteStream):
                 end._pieces.append((anyio.current_time(), arriving))
             end._unread = len(arriving)
             end._is_broken = True
-            end._notify()
+            end._changed.notify()
 
     def stall(self) -> None:
         """Deliver nothing any more, in either direction, as where one end is frozen."""
@@ -99,17 +101,13 @@ class MemoryByteStream(ByteStream):
         self._is_closed = True
         for end in (self, self.peer):
             end._has_ended = True
-            end._notify()
+            end._changed.notify()
         await anyio.lowlevel.checkpoint()
 
     @property
     def extra_attributes(self) -> Mapping[Any, Callable[[], Any]]:
         """None: there is no socket under it."""
         return {}
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
 
 
 def memory_stream_pair(

@@ -1,4 +1,4 @@
-"""Engines on the machines of a Ray cluster.
+"""Engines on the machines of a Ray cluster: the one module that imports Ray, when it is needed.
 
 Ray places, names, watches and kills; tokens go over a socket of ours. Each replica has a placement
 group of its own, kept over restarts, so that no other job takes its GPUs while it is restarted.
@@ -10,35 +10,26 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import attrs
-import msgspec
 
 from rollout.bridge import wait_future
-from rollout.engine.channel.child import ChildReady
 from rollout.engine.channel.sockets import connect_engine
 from rollout.engine.placement.engine_process import EngineProcess, encode_spec
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
-from rollout.engine.placement.ray_cluster import (
-    CLOSE_S,
-    NAMESPACE,
-    RayCalls,
-    find_address,
-    find_gpu_ids,
-    import_ray,
-    join_cluster,
-    split_slot,
-)
 from rollout.errors import EngineError
+from rollout.lazy import importing
 from rollout.limits import cleanup_scope
 from rollout.scopes import open_task_group, unwrap_group
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 logger = logging.getLogger("rollout.engine")
 
@@ -48,10 +39,19 @@ LOOPBACK = "127.0.0.1"
 PROGRESS_S = 10.0
 #: A method that waits for the engine's end, one that starts or stops it, and one to spare.
 CONCURRENT_METHODS = 3
+#: Our actors are named within it: ``<run>/engine-0``.
+NAMESPACE = "rollout"
+#: Bound of each step that ends an actor or a connection to the cluster.
+CLOSE_S = 10.0
+#: Calls of Ray that block a thread at once.
+RAY_THREADS = 8
 
 
 class RayActors:
     """The placement `ray`; made by `open_ray_actors`.
+
+    Attributes:
+        groups: The placement groups that it holds, by replica.
 
     Args:
         python: Interpreter of the engines; None takes that of Ray's workers.
@@ -73,14 +73,14 @@ class RayActors:
         machines: int = 1,
     ) -> None:
         self._ray = import_ray()
-        self._calls = RayCalls()
+        self._threads = anyio.CapacityLimiter(RAY_THREADS)
         self._python = python
         self._machines = machines
         self._resources = {name: amount / machines for name, amount in resources.items() if amount}
         self._nodes = tuple(nodes)
         self._gpu_slots = [split_slot(text) for text in colocate]
         self._run = secrets.token_hex(4)
-        self._groups: dict[str, Any] = {}
+        self.groups: dict[str, Any] = {}
         self._own_address = self._ray.util.get_node_ip_address()
 
     @asynccontextmanager
@@ -119,37 +119,42 @@ class RayActors:
 
     async def release(self, name: str) -> None:
         """See `Placement.release`."""
-        group = self._groups.pop(name, None)
+        group = self.groups.pop(name, None)
         if group is None:
             return
         try:
-            await self._calls.run(self._ray.util.remove_placement_group, group)
+            await self._call(self._ray.util.remove_placement_group, group)
         except self._ray.exceptions.RayError as error:  # the cluster has ended, or soon will
             logger.warning("%s: Ray did not take its placement group back: %s", name, error)
 
-    async def release_all(self) -> None:
-        """Give back the resources of all replicas."""
-        for name in [*self._groups]:
-            await self.release(name)
+    async def _call(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call what may block in one of a few threads; a cancelled wait leaves it to finish."""
+        call = partial(function, *args, **options)
+        return await anyio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=self._threads)
+
+    async def _ask(self, method: Any, *args: Any) -> Any:
+        """The answer of an actor's method, which no thread waits for."""
+        answer = await self._call(method.remote, *args)
+        return await wait_future(answer.future())
 
     async def _reserve(self, name: str, slot: int) -> str:
         """Wait for the replica's resources; returns the node that has them."""
         if self._gpu_slots:
             return await self._find_node(self._find_gpu_slot(name, slot, 0)[0], "NodeID")
-        if name not in self._groups:
+        if name not in self.groups:
             bundles = [await self._build_bundle(slot, rank) for rank in range(self._machines)]
-            self._groups[name] = await self._calls.run(
+            self.groups[name] = await self._call(
                 self._ray.util.placement_group,
                 bundles,
                 strategy="PACK" if self._machines == 1 else "STRICT_SPREAD",
                 name=f"{self._run}/{name}",
             )
-        group = self._groups[name]
+        group = self.groups[name]
         async with open_task_group() as tasks:
             tasks.start_soon(self._log_waiting, name)
-            ready = await self._calls.run(group.ready)
+            ready = await self._call(group.ready)
             await wait_future(ready.future())
-        table = await self._calls.run(self._ray.util.placement_group_table, group)
+        table = await self._call(self._ray.util.placement_group_table, group)
         return str(table["bundles_to_node_id"][0])
 
     async def _build_bundle(self, slot: int, rank: int) -> dict[str, float]:
@@ -170,7 +175,7 @@ class RayActors:
 
     async def _find_node(self, name: str, key: str) -> str:
         """A node by its id or its address: its `key`."""
-        alive = [node for node in await self._calls.run(self._ray.nodes) if node["Alive"]]
+        alive = [node for node in await self._call(self._ray.nodes) if node["Alive"]]
         for node in alive:
             if name in (node["NodeID"], node["NodeManagerAddress"]):
                 return str(node[key])
@@ -186,7 +191,7 @@ class RayActors:
             amounts = {"num_cpus": 0.0, "num_gpus": 0.0}
         else:
             strategy = strategies.PlacementGroupSchedulingStrategy(
-                self._groups[name],
+                self.groups[name],
                 placement_group_bundle_index=rank,
                 placement_group_capture_child_tasks=False,
             )
@@ -200,7 +205,7 @@ class RayActors:
             max_restarts=0,
             max_concurrency=CONCURRENT_METHODS,
         )
-        return await self._calls.run(host.remote)
+        return await self._call(host.remote)
 
     async def _start_engine(
         self, name: str, actors: Sequence[Any], spec: CoreSpec, secret: bytes
@@ -208,8 +213,8 @@ class RayActors:
         """Start the engine in its actor, or its parts in theirs; returns where it listens."""
         if len(actors) == 1:
             return await self._start_rank(name, 0, actors[0], spec, secret)
-        host = await self._calls.ask(actors[0].__ray_call__, find_address)
-        rendezvous = f"{host}:{await self._calls.ask(actors[0].free_port)}"
+        host = await self._ask(actors[0].__ray_call__, find_address)
+        rendezvous = f"{host}:{await self._ask(actors[0].free_port)}"
         addresses: dict[int, tuple[str, int]] = {}
 
         async def start(rank: int) -> None:
@@ -228,7 +233,7 @@ class RayActors:
     async def _start_rank(
         self, name: str, rank: int, actor: Any, spec: CoreSpec, secret: bytes
     ) -> tuple[str, int]:
-        address = await self._calls.ask(actor.__ray_call__, find_address)
+        address = await self._ask(actor.__ray_call__, find_address)
         is_here = address == self._own_address
         host = LOOPBACK if is_here else address
         # A module that only the driver's search path has is found on the driver's machine.
@@ -237,11 +242,10 @@ class RayActors:
         if self._gpu_slots:
             devices = self._find_gpu_slot(name, spec.slot, rank)[1]
         else:
-            devices = await self._calls.ask(actor.__ray_call__, find_gpu_ids)
+            devices = await self._ask(actor.__ray_call__, find_gpu_ids)
         # Ray does so only where it has not been told not to, as trainers do.
         environment = {"CUDA_VISIBLE_DEVICES": devices}
-        answer = await self._calls.ask(actor.start, line, self._python, environment)
-        ready = msgspec.json.decode(answer, type=ChildReady)
+        ready = await self._ask(actor.start, line, self._python, environment)
         if ready.error:
             raise EngineError(f"{name}: {ready.error}")
         return host, ready.port
@@ -249,15 +253,15 @@ class RayActors:
     async def _watch(self, actor: Any, died: anyio.Event) -> None:
         """Fire `died` when the engine's process, its actor or its machine has ended."""
         with suppress(self._ray.exceptions.RayError):
-            await self._calls.ask(actor.wait)
+            await self._ask(actor.wait)
         died.set()
 
     async def _stop_actor(self, actor: Any) -> None:
         """End the engine, then its actor; the actor's death ends an engine that would not."""
         with cleanup_scope(CLOSE_S), suppress(self._ray.exceptions.RayError):
-            await self._calls.ask(actor.stop)
+            await self._ask(actor.stop)
         with cleanup_scope(CLOSE_S):
-            await self._calls.run(self._ray.kill, actor, no_restart=True)
+            await self._call(self._ray.kill, actor, no_restart=True)
 
     async def _log_waiting(self, name: str) -> None:
         while True:
@@ -266,16 +270,16 @@ class RayActors:
 
     async def _describe_delay(self, name: str, start_timeout_s: float) -> str:
         limit = f"engine.start_timeout_s = {start_timeout_s:g} s"
-        group = self._groups.get(name)
-        if group is None or await self._calls.run(group.wait, 0):
+        group = self.groups.get(name)
+        if group is None or await self._call(group.wait, 0):
             return f"{name}: not ready after {limit}"
         shortage = await self._describe_shortage()
         return f"{name}: Ray did not place it within {limit}: {shortage}"
 
     async def _describe_shortage(self) -> str:
         """What is wanted, what is free, and what the largest machine has."""
-        free = await self._calls.run(self._ray.available_resources)
-        nodes = await self._calls.run(self._ray.nodes)
+        free = await self._call(self._ray.available_resources)
+        nodes = await self._call(self._ray.nodes)
         alive = [node["Resources"] for node in nodes if node["Alive"]]
         kinds = sorted({"CPU", "GPU", *self._resources}, reverse=True)
         wanted = _list_amounts(self._resources, [kind for kind in kinds if kind in self._resources])
@@ -288,6 +292,48 @@ class RayActors:
             f"asked for {wanted}{where}; free in the cluster: {_list_amounts(free, kinds)}; "
             f"its machines: {machines}"
         )
+
+
+@asynccontextmanager
+async def join_cluster(ray: Any, address: str | None) -> AsyncIterator[None]:
+    """Have this process in a cluster while the block lasts, unless it is in one already."""
+    if ray.is_initialized():
+        yield
+        return
+    joined: Future[None] = Future()
+    left: Future[None] = Future()
+    leave = threading.Event()
+
+    def live() -> None:
+        # In a thread that lives as long: what Ray starts ends with the thread that started it
+        # (PR_SET_PDEATHSIG), and the loops' own worker threads end when they are idle.
+        try:
+            theirs = logging.getLogger("ray")
+            if theirs.level == logging.NOTSET:  # it warns of every thread that is not the main one
+                theirs.setLevel(logging.ERROR)
+            ray.init(
+                address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False
+            )
+        except BaseException as error:
+            joined.set_exception(error)
+        else:
+            joined.set_result(None)
+            leave.wait()
+            ray.shutdown()
+        left.set_result(None)
+
+    threading.Thread(target=live, name="rollout-ray", daemon=True).start()
+    try:
+        try:
+            await wait_future(joined)
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            what = "start a Ray cluster here" if address is None else f"join Ray at {address!r}"
+            raise EngineError(f"placement.address: cannot {what}: {error}") from error
+        yield
+    finally:
+        leave.set()
+        with cleanup_scope(CLOSE_S):
+            await wait_future(left)
 
 
 @asynccontextmanager
@@ -309,8 +355,70 @@ async def open_ray_actors(
             yield actors
         finally:
             with cleanup_scope(CLOSE_S):
-                await actors.release_all()
+                for name in [*actors.groups]:
+                    await actors.release(name)
 
 
 def _list_amounts(resources: Mapping[str, float], kinds: Sequence[str]) -> str:
     return ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in kinds) or "nothing"
+
+
+def import_ray() -> Any:
+    """The package Ray."""
+    try:
+        with importing:
+            import ray
+            import ray.util.scheduling_strategies
+    except ImportError as error:
+        raise EngineError(
+            f'placement.kind = "ray" needs Ray: pip install "rollout-rl[ray]" ({error})'
+        ) from error
+    return ray
+
+
+def find_address(_: object) -> str:
+    """The address of the machine that this runs on: called in an actor."""
+    return str(import_ray().util.get_node_ip_address())
+
+
+def find_gpu_ids(_: object) -> str:
+    """The GPUs that Ray gave to the actor that this runs in; empty where it gave none."""
+    return ",".join(sorted(map(str, import_ray().get_gpu_ids()), key=lambda gpu: (len(gpu), gpu)))
+
+
+def split_slot(text: str) -> tuple[str, str]:
+    """The node, by its Ray id or its address, and the GPUs of an entry of `placement.colocate`."""
+    node, _, gpu_ids = text.rpartition(":")
+    return node, gpu_ids
+
+
+def gpu_slots_of(workers: Sequence[Any], gpus_per_replica: int = 1) -> tuple[str, ...]:
+    """The GPUs of a trainer's workers, for `RayPlacement(colocate=...)`, in their order.
+
+    Args:
+        workers: Handles of Ray actors with one GPU each. Blocks until each has answered.
+        gpus_per_replica: So many workers next to each other make the GPUs of one replica, or of
+            its part on one machine: `engine.tensor_parallel`, as a rule.
+
+    Raises:
+        EngineError: The workers do not divide into replicas, or a replica's are on several
+            machines.
+    """
+    if len(workers) % gpus_per_replica:
+        raise EngineError(
+            f"{len(workers)} workers; expected a multiple of gpus_per_replica = {gpus_per_replica}"
+        )
+    ray = import_ray()
+
+    def locate(worker: object) -> str:
+        return f"{ray.get_runtime_context().get_node_id()}:{find_gpu_ids(worker)}"
+
+    slots = ray.get([worker.__ray_call__.remote(locate) for worker in workers])
+    found = []
+    for start in range(0, len(slots), gpus_per_replica):
+        nodes, gpu_ids = zip(*map(split_slot, slots[start : start + gpus_per_replica]), strict=True)
+        if len(set(nodes)) > 1:
+            last = start + gpus_per_replica - 1
+            raise EngineError(f"workers {start} to {last} are on several machines; expected one")
+        found.append(f"{nodes[0]}:{','.join(gpu_ids)}")
+    return tuple(found)

@@ -44,7 +44,7 @@ class TokenCounts:
 
     Attributes:
         taken: Appended to a `Generation`.
-        late: Of a request that no caller waited for any more.
+        late: Of a request that no caller waited for any more, or that had sent a faulty chunk.
         repeated: Of a chunk that had been taken before, or of a request that had ended.
         refused: Of a faulty chunk.
     """
@@ -133,8 +133,7 @@ class Generation:
         called: While it waits in the queue: fires when it is to look for a replica.
 
     Attributes of the request in flight:
-        dispatch: Where it is, or was last.
-        counts: Of that replica's tokens.
+        counts: Of its replica's tokens.
         is_running: Whether one is in flight.
         deadline: That it was sent with.
         done: Fires when the engine no longer works on it.
@@ -143,8 +142,7 @@ class Generation:
         loss: That of its session, where it was lost.
         is_lost, is_malformed: Its session was lost; its answer contradicted itself.
         is_interrupted: It was cut off, to resume later from the tokens that it has.
-        is_cancelled: Its caller was cancelled, and waits a moment for the last tokens.
-        is_abandoned: That is over, and further tokens are dropped.
+        is_abandoned: Its caller waits no more, and further tokens are dropped.
     """
 
     on_tokens: tuple[Callable[[Generation], object], ...] = ()
@@ -188,7 +186,6 @@ class Generation:
     called: anyio.Event | None = None
     _is_paused: bool = False
 
-    dispatch: Dispatch | None = None
     counts: TokenCounts = attrs.field(init=False)
     is_running: bool = False
     deadline: float = attrs.field(init=False)
@@ -199,7 +196,6 @@ class Generation:
     is_lost: bool = False
     is_malformed: bool = False
     is_interrupted: bool = False
-    is_cancelled: bool = False
     is_abandoned: bool = False
 
     @property
@@ -343,21 +339,20 @@ class Generation:
         """What is left of the budget."""
         return self.sampling.max_new_tokens - self.count
 
-    def begin(self) -> None:
-        """A request is about to be sent; the trajectory's time counts from now on."""
+    def begin(self, dispatch: Dispatch, counts: TokenCounts) -> None:
+        """A request is about to be sent; the trajectory's time counts from now on.
+
+        What is taken then comes from this request, after the tokens there are.
+        """
         self.resume()
-        self.is_running = True
+        dispatch.start = self.count
+        self.parts += (dispatch,)
+        self.counts, self.done, self.is_running = counts, anyio.Event(), True
         self.deadline = self.limit.ends_at
         self.finish_reason, self.error, self.first_at, self.loss = None, "", None, None
         self.is_lost = self.is_malformed = self.is_interrupted = False
 
-    def note_sent(self, request_id: str) -> None:
-        """What is taken from now on comes from this request, after the tokens there are."""
-        assert self.dispatch is not None
-        self.dispatch.request_id, self.dispatch.start = request_id, self.count
-        self.parts += (self.dispatch,)
-
-    def build_submit(self, request_id: str, now: float) -> Submit:
+    def build_submit(self, now: float) -> Submit:
         """The message that asks for the rest of the answer."""
         prompt = self.prompt if isinstance(self.prompt, bytes) else self.prompt.packed()
         sampling = self.sampling
@@ -365,7 +360,7 @@ class Generation:
             prompt += self.ids.tobytes()
             sampling = msgspec.structs.replace(sampling, max_new_tokens=self.tokens_left)
         return Submit(
-            request_id,
+            self.request_id,
             prompt,
             sampling,
             self.session_id,
@@ -444,10 +439,7 @@ class Generation:
                 raise ChunkFault(describe_outside_id(chunk.ids, self.info.vocab_size))
             count = self.append(chunk)
         except ChunkFault as error:
-            if self.is_cancelled:
-                counts.late += tokens
-            else:
-                counts.refused += tokens
+            counts.refused += tokens
             self.is_malformed = True
             self.error = f"{self.replica} sent a faulty chunk: {error}"
             return False

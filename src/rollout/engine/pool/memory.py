@@ -22,13 +22,10 @@ if TYPE_CHECKING:
 class MemoryManager:
     """Puts all replicas to sleep and wakes them; requests wait meanwhile."""
 
-    def __init__(
-        self, requests: RequestRunner, replicas: Collection[Replica], *, limit_s: float
-    ) -> None:
+    def __init__(self, requests: RequestRunner, replicas: Collection[Replica]) -> None:
         self._released: frozenset[str] = frozenset()  # by tags; empty while the replicas are awake
         self._requests = requests
         self._replicas = replicas
-        self._limit_s = limit_s
 
     async def sleep(self, level: int) -> None:
         """Cut running requests off, which resume when awake, and release memory.
@@ -102,21 +99,15 @@ class MemoryManager:
 
         async def do(replica: Replica, channel: Channel) -> None:
             try:
-                with anyio.fail_after(self._limit_s):
-                    await work(replica, channel)
+                await work(replica, channel)
             except ChannelError:
                 return  # it comes back as it is to be
-            except TimeoutError:
-                limit = f"engine.start_timeout_s = {self._limit_s:g} s"
-                why = f"{replica.name}: no answer after {limit}"
-                replica.restart(channel, why)
-                errors.append(EngineError(why))
             except EngineError as error:
                 errors.append(error)
 
         async with anyio.create_task_group() as tasks:
             for replica in self._replicas:
-                if replica.channel is not None and replica.is_serving:
+                if replica.channel is not None:
                     tasks.start_soon(do, replica, replica.channel)
         if errors:
             raise errors[0]

@@ -6,8 +6,6 @@ from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import attrs
-
 from rollout.config import (
     CustomEngine,
     HttpEngine,
@@ -62,14 +60,20 @@ _CORES = {
 
 def build_core_spec(config: RolloutConfig, replica: int) -> CoreSpec:
     """Which core serves this configuration, with its arguments for one replica, by its slot."""
-    engine, model = config.engine, config.model
+    engine, channel, tls = config.engine, config.channel, None
+    if channel.tls_certificate and channel.tls_key and channel.tls_authority:
+        tls = TlsFiles(channel.tls_certificate, channel.tls_key, channel.tls_authority)
     if isinstance(engine, CustomEngine):
-        return CoreSpec(engine.core, dict(engine.options))
-    kind = type(engine)
-    options: dict[str, Any] = {name: getattr(engine, name) for name in _CORE_OPTIONS[kind].split()}
+        return CoreSpec(engine.core, dict(engine.options), tls)
+    return CoreSpec(_CORES[type(engine)], _build_options(config, engine, replica), tls)
+
+
+def _build_options(config: RolloutConfig, engine: EngineConfig, replica: int) -> dict[str, Any]:
+    model, names = config.model, _CORE_OPTIONS[type(engine)].split()
+    options: dict[str, Any] = {name: getattr(engine, name) for name in names}
     if isinstance(engine, SimulatedEngine):
         options["stream_interval_s"] = config.channel.stream_interval_s
-        return CoreSpec(_CORES[kind], {**options, "replica": replica, **engine.scenario})
+        return {**options, "replica": replica, **engine.scenario}
     if isinstance(engine, TransformersEngine):  # on one machine each takes the next GPU of it
         options["gpu"] = replica if isinstance(config.placement, LocalProcessPlacement) else 0
     options.update(
@@ -81,13 +85,13 @@ def build_core_spec(config: RolloutConfig, replica: int) -> CoreSpec:
                 f"engine.urls names {len(engine.urls)} servers, and each has a replica; none is "
                 "left"
             )
-        return CoreSpec(_CORES[kind], {**options, "url": engine.urls[replica]})
+        return {**options, "url": engine.urls[replica]}
     fault = model_path_fault(model.path)
     if fault:
         raise EngineError(fault)
     if isinstance(engine, SGLangEngine):
         options["server_args"] = _build_server_args(config, engine, replica)
-    return CoreSpec(_CORES[kind], options)
+    return options
 
 
 def _build_server_args(config: RolloutConfig, engine: SGLangEngine, replica: int) -> dict[str, Any]:
@@ -105,15 +109,6 @@ def _build_server_args(config: RolloutConfig, engine: SGLangEngine, replica: int
     if engine.device == "cuda" and (engine.sleep_between_batches or shares_gpus):
         server_args.setdefault("enable_memory_saver", True)
     return server_args
-
-
-def build_replica_spec(config: RolloutConfig, replica: int) -> CoreSpec:
-    """`build_core_spec`, with what its connections are encrypted with."""
-    channel, spec = config.channel, build_core_spec(config, replica)
-    if not (channel.tls_certificate and channel.tls_key and channel.tls_authority):
-        return spec
-    files = TlsFiles(channel.tls_certificate, channel.tls_key, channel.tls_authority)
-    return attrs.evolve(spec, tls=files)
 
 
 def fixed_fingerprint(engine: EngineConfig) -> str:
@@ -183,7 +178,7 @@ async def open_engines(
     async with open_placement(config) if placement is None else nullcontext(placement) as place:
         pool = EnginePool(
             placement=place,
-            specs=[build_replica_spec(config, replica) for replica in range(engine.replicas)],
+            specs=[build_core_spec(config, replica) for replica in range(engine.replicas)],
             router=Router(
                 strategy=router.strategy,
                 move_margin=router.move_margin,
@@ -191,7 +186,7 @@ async def open_engines(
             ),
             start_timeout_s=engine.start_timeout_s,
             load_shares=router.weights,
-            make_spec=partial(build_replica_spec, config),
+            make_spec=partial(build_core_spec, config),
             min_replicas=engine.min_replicas,
             policy=recovery.policy,
             wait_s=recovery.wait_s,

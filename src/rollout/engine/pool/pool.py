@@ -21,7 +21,6 @@ from rollout.engine.cores.checks import check_ids
 from rollout.engine.pool.memory import MemoryManager
 from rollout.engine.pool.replica import (
     LoadWindow,
-    Notifier,
     Replica,
     ReplicaSettings,
     ReplicaStatistics,
@@ -31,7 +30,7 @@ from rollout.engine.pool.weight_update import WeightUpdater, check_update
 from rollout.errors import EngineError
 from rollout.observe.event_stream import EventStream
 from rollout.observe.events import MemoryChanged, WeightsUpdated
-from rollout.scopes import open_task_group
+from rollout.scopes import Notifier, open_task_group
 from rollout.types import format_error
 
 if TYPE_CHECKING:
@@ -134,9 +133,7 @@ class EnginePool:
             limit_s=start_timeout_s,
             changes=self._changes,
         )
-        self._memory = MemoryManager(
-            self._requests, self._replicas.values(), limit_s=start_timeout_s
-        )
+        self._memory = MemoryManager(self._requests, self._replicas.values())
         self.recoveries = self._requests.counts
         self._load_windows: dict[LoadWindow, None] = {}
         for spec, share in zip(specs, load_shares or (1.0,) * len(specs), strict=True):

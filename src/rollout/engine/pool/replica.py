@@ -16,7 +16,7 @@ import attrs
 
 from rollout.engine.channel.channel import Channel, connect_channel
 from rollout.engine.channel.handshake import CONNECT_S
-from rollout.engine.channel.messages import ChannelSettings, ClientExpectations
+from rollout.engine.channel.messages import ChannelSettings, ClientExpectations, LoadWeights
 from rollout.engine.core import EngineLoad
 from rollout.engine.placement.placement import CoreSpec, Placement, ReplicaHandle
 from rollout.engine.pool.generation import Generation, Loss, TokenCounts
@@ -26,7 +26,7 @@ from rollout.errors import ChannelError, EngineError
 from rollout.limits import cleanup_scope
 from rollout.observe.event_stream import EventStream
 from rollout.observe.events import ReplicaChanged, ReplicaSampled
-from rollout.scopes import open_task_group
+from rollout.scopes import Notifier, open_task_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -44,25 +44,6 @@ STABLE_S = 60.0
 RECONNECT_PAUSE_S = 0.2
 #: To give back what a placement keeps for a replica.
 RELEASE_S = 10.0
-
-
-class Notifier:
-    """Wakes all tasks that wait for a change; costs nothing where none does."""
-
-    def __init__(self) -> None:
-        self._changed: anyio.Event | None = None
-
-    async def wait(self) -> None:
-        """Return at the next `notify`."""
-        if self._changed is None:
-            self._changed = anyio.Event()
-        await self._changed.wait()
-
-    def notify(self) -> None:
-        """Wake all waiting tasks."""
-        if self._changed is not None:
-            self._changed.set()
-            self._changed = None
 
 
 @attrs.frozen(eq=False)
@@ -90,7 +71,8 @@ class ReplicaSettings:
         watched: Channels whose silence the pool watches.
         connecting: How many handshakes run at once: those of thousands of replicas would all be
             late.
-        start_timeout_s: From the start of the engine's process until it answers.
+        start_timeout_s: From the start of the engine's process until it answers; also for an
+            operation that it carries out.
         backoff_s: Pause before the first restart; doubled at each further loss or failed start.
         prepare: Brings a connected replica up to date; raises an `EngineError` where that cannot
             be, and the replica is restarted.
@@ -128,7 +110,7 @@ class Replica:
         tokens: What became of the tokens that arrived from it.
         is_drained: It gets nothing new, also after a restart.
         is_leaving: It is being removed.
-        emptied: Fires when nothing is in flight there, and when it is lost; replaced by who waits.
+        emptied: Notified when nothing is in flight there, and when it is lost.
         tried: Fires when its first start has succeeded or failed.
         gone: It has ended and is not restarted.
         prompt_tokens, cached_tokens: Of the requests that it has answered, and those of them that
@@ -151,7 +133,7 @@ class Replica:
         self.tokens = TokenCounts()
         self.prompt_tokens = self.cached_tokens = 0
         self.is_drained = self.is_leaving = False
-        self.emptied = anyio.Event()
+        self.emptied = Notifier()
         self.tried = anyio.Event()
         self.gone = anyio.Event()
         self._settings = settings
@@ -262,8 +244,6 @@ class Replica:
                     await channel.lost.wait()
             finally:
                 channel.close()
-                self._media_bytes += channel.media_bytes
-                self.channel = None
                 # Where it was being brought up to date, nobody knows what came of that.
                 if channel.lost_cause != "connection" or began is None:
                     self._must_restart = True
@@ -298,8 +278,9 @@ class Replica:
 
     def _note_loss(self) -> None:
         """The session is lost: called before any of its requests learns of it."""
-        channel = self.channel
+        channel, self.channel, self.routed = self.channel, None, None
         assert channel is not None
+        self._media_bytes += channel.media_bytes
         if self._commands:  # the engine may have done them, or half of one
             self._must_restart = True
         is_excused = channel.lost_cause in ("closed", "operation") or self._commands > 0
@@ -307,7 +288,6 @@ class Replica:
         for request in self.requests:
             request.loss = self._loss
         self._settings.router.remove(self.name)
-        self.routed = None
         self.note_error(channel.lost_reason)
         self._set_state("lost", channel.lost_reason)
         self._settings.on_change(self)
@@ -319,7 +299,7 @@ class Replica:
 
     def _set_state(self, state: str, why: str = "", *, capacity: int = 0) -> None:
         self.state = state
-        self.emptied.set()
+        self.emptied.notify()
         events = self._settings.events
         if events.is_on:
             at = events.now()
@@ -332,7 +312,7 @@ class Replica:
     @property
     def is_serving(self) -> bool:
         """Whether the router may choose it: its session is not lost."""
-        return self.routed is not None
+        return self.channel is not None
 
     def restart(self, channel: Channel | None, why: str) -> None:
         """Have the engine restarted, unless the session `channel` is over already."""
@@ -356,13 +336,23 @@ class Replica:
     async def command(
         self, channel: Channel, operation: Operation, *, interrupts: bool = False
     ) -> str:
-        """Have the engine do something; see `Channel.command`.
+        """Have the engine do something within `start_timeout_s`; see `Channel.command`.
 
-        An engine whose session is lost meanwhile is restarted: nobody knows what it has done.
+        An engine that takes longer, or whose session is lost meanwhile, is restarted: nobody knows
+        what it has done.
         """
+        limit_s = self._settings.start_timeout_s
         self._commands += 1
         try:
-            return await channel.command(operation, interrupts=interrupts)
+            with anyio.fail_after(limit_s):
+                return await channel.command(operation, interrupts=interrupts)
+        except TimeoutError:
+            what = "no answer"
+            if isinstance(operation, LoadWeights):
+                what = f"the weights of version {operation.version} are not loaded"
+            why = f"{self.name}: {what} after engine.start_timeout_s = {limit_s:g} s"
+            self.restart(channel, why)
+            raise EngineError(why) from None
         finally:
             self._commands -= 1
 
@@ -370,8 +360,6 @@ class Replica:
         """Return when nothing is in flight there, or when it is lost."""
         routed = self.routed
         while routed is not None and self.in_flight and self.routed is routed:
-            if self.emptied.is_set():
-                self.emptied = anyio.Event()
             await self.emptied.wait()
 
     # What is known of it.

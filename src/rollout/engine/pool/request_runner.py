@@ -238,20 +238,17 @@ class RequestRunner:
         replica = self._replicas[dispatch.replica.name]
         channel = replica.channel
         assert channel is not None  # the router offers no other
-        request.dispatch, request.counts, request.done = dispatch, replica.tokens, anyio.Event()
-        request.begin()
+        request.begin(dispatch, replica.tokens)
         try:
             await channel.wait_for_room()
-            request_id = self._ids.new()
-            submit = request.build_submit(request_id, self._now())
-            request.note_sent(request_id)
+            dispatch.request_id = self._ids.new()
             replica.requests[request] = None
-            channel.submit_nowait(submit, request)
+            channel.submit_nowait(request.build_submit(self._now()), request)
             if self._events.tells_all:
                 self._emit_placed(request)
         except BaseException:
             self._release(request, replica)
-            request.is_running = False
+            request.parts, request.is_running = request.parts[:-1], False
             replica.requests.pop(request, None)
             raise
         return replica
@@ -261,28 +258,25 @@ class RequestRunner:
         if replica.channel is not None:
             replica.channel.abort_nowait(request.request_id)
         if isinstance(error, anyio.get_cancelled_exc_class()):  # else the coroutine is being closed
-            request.is_cancelled = True
             with cleanup_scope(self._last_answer_s):
                 await request.done.wait()
         request.is_abandoned = True
 
     def end(self, request: Generation) -> None:
         """The engine no longer works on a request."""
-        assert request.dispatch is not None
-        self._release(request, self._replicas[request.dispatch.replica.name])
+        self._release(request, self._replicas[request.replica])
         request.done.set()
 
     def _release(self, request: Generation, replica: Replica) -> None:
         """Count a request no more where it was."""
-        dispatch, generated = request.dispatch, None
-        assert dispatch is not None
+        dispatch, generated = request.parts[-1], None
         if request.finish_reason in WHOLE_ANSWERS and not request.is_abandoned:
             generated = dispatch.count
             replica.prompt_tokens += dispatch.prompt_tokens
             replica.cached_tokens += request.cached_tokens
         self._router.release(dispatch, generated=generated)
         if dispatch.replica.in_flight == 0:
-            replica.emptied.set()
+            replica.emptied.notify()
         self.queue.call_next()
 
     async def _is_over(self, request: Generation) -> bool:
@@ -297,7 +291,6 @@ class RequestRunner:
             return False
         match request.finish_reason:
             case "abort" if self._was_aborted_early(request):
-                request.finish_reason = None
                 if request.is_complete():
                     return True
                 field = request.sampling.find_stateful_field()
@@ -311,8 +304,7 @@ class RequestRunner:
                 )
                 return False
             case "error":
-                name = request.replica
-                raise request.fail(request.error or f"{name}: the engine failed")
+                raise request.fail(request.error or f"{request.replica}: the engine failed")
         return True
 
     def _was_aborted_early(self, request: Generation) -> bool:
@@ -387,8 +379,7 @@ class RequestRunner:
         while running := [each for each in requests if each.is_running]:
             for request in running:
                 request.is_interrupted = True
-                assert request.dispatch is not None
-                channel = self._replicas[request.dispatch.replica.name].channel
+                channel = self._replicas[request.replica].channel
                 if channel is not None:
                     channel.abort_nowait(request.request_id)
             with anyio.move_on_after(ABORT_AGAIN_S):
@@ -417,8 +408,7 @@ class RequestRunner:
         )
 
     def _emit_ended(self, request: Generation) -> None:
-        dispatch, now = request.dispatch, self._now()
-        assert dispatch is not None
+        dispatch, now = request.parts[-1], self._now()
         reason: str | None = request.finish_reason
         if reason is None:
             reason = "lost" if request.is_lost else "cancelled"

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import msgspec
 
-from rollout.engine.channel.messages import LoadWeights
-from rollout.engine.pool.replica import Notifier, Replica, SentWeights, describe_errors
-from rollout.engine.pool.weight_broadcast import WeightBroadcast, check_broadcast
+from rollout.engine.channel.messages import DropWeights, LoadWeights, ReceiveWeights
+from rollout.engine.pool.replica import Replica, SentWeights, describe_errors
 from rollout.engine.weights import (
     UPDATE_MODES,
     DiskWeights,
@@ -22,10 +22,12 @@ from rollout.engine.weights import (
     unstage,
 )
 from rollout.errors import EngineError
+from rollout.limits import cleanup_scope
+from rollout.scopes import Notifier
 from rollout.worker_threads import run_in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from rollout.engine.channel.channel import Channel
     from rollout.engine.pool.request_runner import RequestRunner
@@ -38,6 +40,8 @@ logger = logging.getLogger("rollout.engine")
 UNREACHED = "the current ones were sent once, or are in the memory of the driver's machine"
 #: What the router takes a replica's version for while it gets other weights: none is ever required.
 NO_WEIGHTS = -1
+#: To remove the files that engines have loaded.
+DROP_S = 10.0
 
 
 class WeightUpdater:
@@ -47,7 +51,7 @@ class WeightUpdater:
     not certain is restarted, and does not serve before it has them.
 
     Args:
-        limit_s: How long a replica may take to cut its requests off and to load.
+        limit_s: How long a replica may take to start, and to cut its requests off and load.
         changes: Notified when a replica comes to serve, or failed to.
 
     Attributes:
@@ -74,7 +78,6 @@ class WeightUpdater:
         self._staged: list[SentWeights] = []  # whose files are still there
         self._errors: dict[Replica, EngineError] = {}  # of those that did not load the current ones
         self._updates = Notifier()
-        self._broadcast: WeightBroadcast | None = None  # how the current ones reach replicas
 
     async def bring_up(self, replica: Replica, channel: Channel) -> None:
         """Give a replica that does not serve yet the current weights."""
@@ -96,7 +99,7 @@ class WeightUpdater:
                     replica.note_error(why)
                     await self._updates.wait()
                 else:
-                    await self._load(replica, channel, wanted)
+                    await self._load(replica, channel, wanted, wanted.source)
             except EngineError as error:
                 if wanted is self.current:
                     self._errors[replica] = error
@@ -143,18 +146,18 @@ class WeightUpdater:
         before, self.current, self._errors = self.current, weights, {}
         self._router.require_weights(weights.version)
         serving = {
-            replica: replica.channel
-            for replica in self._replicas
-            if replica.channel is not None and replica.is_serving
+            replica: replica.channel for replica in self._replicas if replica.channel is not None
         }
-        if isinstance(weights.source, DistributedWeights):
-            self._broadcast = WeightBroadcast(weights.source, list(serving))
+        broadcast = WeightBroadcast(list(serving))
         self._updates.notify()
         for replica in serving:
             self._router.set_weights(replica.name, NO_WEIGHTS)
-        async with anyio.create_task_group() as tasks:
-            for replica, channel in serving.items():
-                tasks.start_soon(self._update_one, replica, channel, weights, mode)
+        try:
+            async with anyio.create_task_group() as tasks:
+                for replica, channel in serving.items():
+                    tasks.start_soon(self._update_one, replica, channel, weights, mode, broadcast)
+        finally:
+            await broadcast.discard()
         if not serving:
             await self._wait_for_first(weights)
         if not self._is_served(weights) and (self._errors or self._has_replicas()):
@@ -163,12 +166,17 @@ class WeightUpdater:
             await self._discard_others()
             raise EngineError(why)
         for replica, error in self._errors.items():
-            if replica.is_serving and replica.weights is not weights:  # it has not come back yet
+            if replica.weights is not weights:  # it has not come back yet
                 replica.restart(replica.channel, f"other weights are needed: {error}")
         await self._discard_others()
 
     async def _update_one(
-        self, replica: Replica, channel: Channel, weights: SentWeights, mode: UpdateMode
+        self,
+        replica: Replica,
+        channel: Channel,
+        weights: SentWeights,
+        mode: UpdateMode,
+        broadcast: WeightBroadcast,
     ) -> None:
         """Empty a replica and have it load; its refusal or loss is noted.
 
@@ -177,16 +185,17 @@ class WeightUpdater:
         try:
             if mode == "wait":
                 await replica.wait_empty()
-            interrupts = mode == "abort_and_resume"
-            await self._load(replica, channel, weights, interrupts=interrupts)
-            if replica.channel is channel and replica.is_serving:
+            source, interrupts = weights.source, mode == "abort_and_resume"
+            if isinstance(source, DistributedWeights):
+                source = await broadcast.receive(source, replica, channel)
+            await self._load(replica, channel, weights, source, interrupts=interrupts)
+            if replica.channel is channel:
                 self._router.set_weights(replica.name, weights.version)
                 self._requests.queue.call_next()
             for request in replica.requests:
                 request.resume()
                 if interrupts:
-                    assert request.dispatch is not None
-                    self._router.renew(request.dispatch, request.prompt_tokens)
+                    self._router.renew(request.parts[-1], request.prompt_tokens)
         except EngineError as error:
             self._errors[replica] = error
 
@@ -195,26 +204,12 @@ class WeightUpdater:
         replica: Replica,
         channel: Channel,
         weights: SentWeights,
+        source: DiskWeights,
         *,
         interrupts: bool = False,
     ) -> None:
-        try:
-            with anyio.fail_after(self._limit_s):
-                if isinstance(weights.source, DiskWeights):
-                    load = LoadWeights(weights.version, weights.source)
-                    await replica.command(channel, load, interrupts=interrupts)
-                else:
-                    assert self._broadcast is not None  # a later one waits for other weights
-                    await self._broadcast.load(
-                        replica, channel, weights.version, interrupts=interrupts
-                    )
-        except TimeoutError:
-            error = EngineError(
-                f"{channel.name}: the weights of version {weights.version} are not loaded after "
-                f"engine.start_timeout_s = {self._limit_s:g} s"
-            )
-            replica.restart(channel, str(error))  # it may get them yet: nobody knows what it has
-            raise error from None
+        load = LoadWeights(weights.version, source)
+        await replica.command(channel, load, interrupts=interrupts)
         channel.info = msgspec.structs.replace(channel.info, weight_version=weights.version)
         replica.weights = weights
 
@@ -247,7 +242,7 @@ class WeightUpdater:
         self._router.require_weights(before.version if before else None)
         for replica in self._replicas:
             channel = replica.channel
-            if channel is not None and replica.is_serving and replica.weights is before:
+            if channel is not None and replica.weights is before:
                 self._router.set_weights(replica.name, channel.info.weight_version)
             else:
                 replica.restart(channel, "its weights were taken back")
@@ -285,3 +280,96 @@ def check_update(version: Any, source: Any, mode: Any) -> int:
         except (TypeError, msgspec.ValidationError) as error:
             raise EngineError(f"source = {source!r:.80}; {error}") from error
     return int(version)
+
+
+def check_broadcast(source: DistributedWeights, replicas: Sequence[Replica]) -> None:
+    """Check that a broadcast reaches these replicas."""
+    count = len(replicas)
+    if source.world_size != count + 1:
+        raise EngineError(
+            f"world_size = {source.world_size}; expected {count + 1}: the sender and "
+            f"{count} replicas that serve"
+        )
+    seen: dict[tuple[str, str], str] = {}
+    for replica in replicas:
+        if replica.machines > 1:
+            raise EngineError(
+                f"{replica.name} is spread over {replica.machines} machines, where "
+                "DistributedWeights do not reach; expected DiskWeights in a directory that every "
+                "machine sees"
+            )
+        if source.backend != "nccl":
+            continue
+        gpu = replica.channel.info.gpu if replica.channel is not None else ""
+        other = seen.setdefault((replica.machine, gpu), replica.name)
+        if gpu and other != replica.name:
+            raise EngineError(
+                f"{other} and {replica.name} are both on GPU {gpu} of one machine, and NCCL wants "
+                "one for each; expected backend = 'gloo'"
+            )
+
+
+class _Machine:
+    """The replicas of one machine: the first one keeps what it receives, and all load that.
+
+    Attributes:
+        channels: To its replicas.
+        path: Where the files are, once `settled` has fired; empty where `error` says why not.
+    """
+
+    def __init__(self, owner: Replica) -> None:
+        self.owner = owner
+        self.channels: list[Channel] = []
+        self.path, self.error = "", "it was given up"
+        self.settled = anyio.Event()
+
+    async def discard(self) -> None:
+        """Have any replica that lives remove the files.
+
+        Where none does, the next weights that a process writes down there find that it is gone.
+        """
+        for channel in self.channels if self.path else ():
+            with suppress(EngineError):
+                await channel.command(DropWeights(self.path))
+                return
+
+
+class WeightBroadcast:
+    """One broadcast to the replicas that serve when it begins."""
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self._ranks = {replica: rank for rank, replica in enumerate(replicas, start=1)}
+        self._machines: dict[str, _Machine] = {}
+        for replica in replicas:
+            self._machines.setdefault(replica.machine, _Machine(replica))
+
+    async def receive(
+        self, source: DistributedWeights, replica: Replica, channel: Channel
+    ) -> DiskWeights:
+        """Have a replica receive them; returns where it finds them then."""
+        machine = self._machines[replica.machine]
+        machine.channels.append(channel)
+        is_owner = machine.owner is replica
+        source = msgspec.structs.replace(source, rank=self._ranks[replica], is_kept=is_owner)
+        try:
+            path = await replica.command(channel, ReceiveWeights(source))
+            if is_owner:
+                machine.path = path
+        except Exception as error:
+            if is_owner:
+                machine.error = str(error)
+            raise
+        finally:
+            if is_owner:
+                machine.settled.set()
+        await machine.settled.wait()
+        if not machine.path:
+            raise EngineError(f"{machine.owner.name} did not pass the weights on: {machine.error}")
+        return DiskWeights(machine.path)
+
+    async def discard(self) -> None:
+        """Remove what was received; all have loaded it, or will not."""
+        with cleanup_scope(DROP_S):
+            async with anyio.create_task_group() as tasks:
+                for machine in self._machines.values():
+                    tasks.start_soon(machine.discard)

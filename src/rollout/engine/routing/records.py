@@ -23,7 +23,6 @@ class ReplicaState:
         is_draining: It gets nothing new for now.
         is_stale: Its weights are not the ones that are required.
         tokens: Tokens that the requests in flight are expected to compute.
-        kv_used: Share of its KV cache in use, by the last report.
         tokens_per_s: Tokens that it generated per second between its last two reports.
         turn: When it should be chosen next among equals; a request moves it on by 1 ÷ weight.
         cache_epoch: Grows when it loses its prefix cache.
@@ -44,7 +43,6 @@ class ReplicaState:
     is_draining: bool = False
     is_stale: bool = False
     tokens: float = 0.0
-    kv_used: float = 0.0
     tokens_per_s: float = 0.0
     turn: float = 0.0
     cache_epoch: int = 0

@@ -120,11 +120,8 @@ class Router:
         self._strategy = strategy
         self._by_seconds = strategy == "estimated_seconds"
         self._by_requests = strategy == "least_requests"
-        self._margin = sys.float_info.max  # in turn, a trajectory never moves
-        if self._by_seconds:
-            self._margin = move_margin_s
-        elif self._by_requests:
-            self._margin = move_margin + TIE_SLACK
+        margins = {"estimated_seconds": move_margin_s, "least_requests": move_margin + TIE_SLACK}
+        self._margin = margins.get(strategy, sys.float_info.max)  # in turn, none ever moves
         self._weight_version: int | None = None
         self._now = self._compared_at = 0.0
         self._decisions = self._moves = self._refusals = self._ended = 0
@@ -191,7 +188,7 @@ class Router:
             self._scores = np.empty(len(self._loads))
         replica.capacity, replica.weight = capacity, weight
         replica.is_offered, replica.is_draining = True, False
-        replica.kv_used, replica.last_report, replica.was_idle = 0.0, None, True
+        replica.last_report, replica.was_idle = None, True
         replica.cache_epoch += 1
         self._list_offered()
         self._check_weights(replica, weight_version)
@@ -466,7 +463,6 @@ class Router:
         if replica is None:
             return
         at = load.measured_at_s or now
-        replica.kv_used = min(max(load.kv_used, 0.0), 1.0)
         if replica.last_report is not None:
             last, last_at = replica.last_report
             if 0 <= at - last_at < MIN_REPORT_S:
