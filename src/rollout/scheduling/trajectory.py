@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -285,7 +285,6 @@ async def _close(run: TrajectoryRun) -> None:
             run.stuck = (*run.stuck, error)
 
 
-@cache
 def _agent_name(agent: Registered) -> str:
     kind = find_class(agent)
     name = type(agent).__name__ if kind is AgentLoop else kind.__name__
