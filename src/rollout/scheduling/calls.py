@@ -96,9 +96,9 @@ class Call(ABC):
     # What the two kinds of calls do differently.
 
     @property
-    @abstractmethod
     def _is_done(self) -> bool:
-        """Whether it admits nothing more, and ends."""
+        """Whether it admits nothing more, and ends: here once its caller leaves it."""
+        return self.is_leaving or self.is_closed
 
     @abstractmethod
     def _begin(self) -> None:
@@ -116,9 +116,9 @@ class Call(ABC):
     async def _settle_group(self, group: MemberGroup, wanted: Mapping[Member, Trajectory]) -> None:
         """Give out a complete group that is rewarded, or refuse it."""
 
-    @abstractmethod
     def _end_for_failures(self) -> None:
-        """End the call because too many members have failed."""
+        """End the call because too many members have failed, unless it has all it wants."""
+        self._fail(self._bad.make_error())
 
     # Its life.
 
@@ -164,7 +164,8 @@ class Call(ABC):
         finally:
             with anyio.CancelScope(shield=True):
                 await self._wind_up()
-            self.scheduler.remove_call(self)
+            del self.scheduler.calls[self]
+            self.scheduler.change()
             self.has_ended.set()
 
     async def _guard(self, work: Callable[[], Awaitable[object]]) -> None:

@@ -91,11 +91,6 @@ class Scheduler:
         if self._is_closing:
             call.close()
 
-    def remove_call(self, call: Any) -> None:
-        """Note that a call has ended."""
-        del self.calls[call]
-        self.change()
-
     async def close(self) -> None:
         """End the calls, which are other tasks', and what is carried. Shielded by the caller."""
         self._is_closing = True

@@ -115,15 +115,6 @@ class SourceCall(Call):
         """Queue the groups that the journal has for it."""
         self.scheduler.keep(self._before.groups)
 
-    @property
-    def _is_done(self) -> bool:
-        """Whether its caller leaves it."""
-        return self.is_leaving or self.is_closed
-
-    def _end_for_failures(self) -> None:
-        """End with an error, unless it has all it wants."""
-        self._fail(self._bad.make_error())
-
     async def _end_members(self) -> None:
         """Leave groups to the next call: those that are carried at once, others when all ended."""
         left = self.groups.take_leftovers(may_carry=not self.is_closed)

@@ -26,7 +26,6 @@ from rollout.errors import (
     EngineError,
     LimitExceeded,
     SandboxLost,
-    TemplateError,
     ToolError,
 )
 from rollout.limits import AGENT_TIMEOUT, AGENT_TIMEOUT_S, Deadline
@@ -43,7 +42,7 @@ from rollout.scheduling.endings import (
 from rollout.scheduling.members import GROUP_S
 from rollout.scheduling.rewards.functions import LoadedReward
 from rollout.scheduling.rewards.score import RewardCall
-from rollout.scheduling.tokenization import COMPARED, TokenizationCheck
+from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory_events import emit_started
 from rollout.scopes import find_exception, unwrap_group
 from rollout.types import DRIFT, Cause, Outcome
@@ -165,11 +164,7 @@ async def run_trajectory(runner: TrajectoryRunner, member: Member) -> Trajectory
                 continue
             if member.deadline_met is not None and member.deadline_met.source == GROUP_S:
                 member.deadline_met = None  # a group's time ends agents, not their rewards
-            drift = None
-            if ending.outcome in COMPARED:
-                drift, fault = await runner.tokens.check(run.context)
-                if fault is not None:
-                    ending = Ending.fail("tokenization", TemplateError(fault))
+            drift, ending = await runner.tokens.check(run.context, ending)
             trajectory = _make_trajectory(run, ending)
             if drift is not None:
                 trajectory.metrics[f"{DRIFT}{drift}"] = 1

@@ -181,7 +181,7 @@ class RewardCall:
             value = await threads.run(function.what, call, subject, tokenizer, begin=begin)
         else:
             begin()
-            named = {SANDBOX: self._sandbox} if function.takes_sandbox else {}
+            named = {} if self._sandbox is None else {SANDBOX: self._sandbox}
             value = function.function(subject, **named)
         return check_rewards(await value if inspect.isawaitable(value) else value, subject)
 
