@@ -183,12 +183,9 @@ def _find_fault(function: Any) -> str:
 def _read_signature(loaded: LoadedReward, signature: inspect.Signature) -> tuple[LoadedReward, str]:
     """Find out how a function is called, and why it cannot be; empty where it can."""
     names_sandbox = SANDBOX in list(signature.parameters)[1:]  # beside what it is about
+    if loaded.is_group and names_sandbox:
+        return loaded, "names sandbox, and the members of a group have none any more: use reward"
     if loaded.is_group:
-        if names_sandbox:
-            return (
-                loaded,
-                "names sandbox, and the members of a group have none any more: use reward",
-            )
         return loaded, _find_mismatch(signature, "one group", None)
     names = _find_verl_names(signature)
     if names:

@@ -117,8 +117,8 @@ class RewardProcesses:
         assert function.ref is not None
         try:
             async with self.children.worker() as child:
-                make = self.threads.run("reward", write_request, function, subject, tokenizer)
-                body = await make
+                run = self.threads.run
+                body = await run("reward", write_request, function, subject, tokenizer)
                 if child.is_new:
                     begin()
                     for each in self.functions:
