@@ -33,7 +33,6 @@ from rollout.runtime.observing import open_observers
 from rollout.runtime.runtime import RolloutRuntime
 from rollout.scheduling.rewards.functions import GivenRewards, load_rewards
 from rollout.scheduling.rewards.processes import open_reward_processes
-from rollout.scheduling.rewards.score import Rewarding
 from rollout.scheduling.selection import find_accept
 from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory import TrajectoryRunner
@@ -167,7 +166,7 @@ async def open_rollout_on(
     """`open_rollout` on the engines that `open_engines` opens."""
     # What can be refused before anything starts.
     check_arguments(config, tools, interactions)
-    single, group = load_rewards(rewards, config.rewards.processes)
+    loaded = load_rewards(rewards, config.rewards.processes)
     find_accept(config.scheduling.groups.accept)
     registry = InteractionRegistry(interactions)
     parser = find_parser(config, registry)
@@ -195,7 +194,7 @@ async def open_rollout_on(
         stack.callback(threads.close)
         executor = make_executor(config, opened, threads, tally)
         stack.push_async_callback(executor.close)
-        processes = await open_now(open_reward_processes(config, (single, group), threads))
+        single, group = await open_now(open_reward_processes(config, loaded, threads))
         await executor.prepare()
         await check_agent(config.agent.name)
 
@@ -234,10 +233,11 @@ async def open_rollout_on(
         )
         runner = TrajectoryRunner(
             services=services,
-            rewarding=Rewarding(services, single, group, processes),
             tokens=TokenizationCheck(
                 config.agent.tokenization_check, config.agent.tokenization_ignore
             ),
+            reward=single,
+            group_reward=group,
         )
         if journal is not None:
             await open_now(journal.writing(services, model.facts.fingerprint, run_seed))

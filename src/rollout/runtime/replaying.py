@@ -27,7 +27,6 @@ from rollout.observe.tally import Tally
 from rollout.runtime.gateway_opening import serve_gateway
 from rollout.runtime.opening import list_stop_tokens, make_executor
 from rollout.scheduling.members import Member, MemberGroup, cancel_members
-from rollout.scheduling.rewards.score import Rewarding
 from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory import TrajectoryRunner, limit_trajectory, run_trajectory
 from rollout.seeds import Identity
@@ -211,11 +210,7 @@ async def _run(
     group = MemberGroup(0, record.prompt)
     member = Member(record.prompt, identity, group, log=cast("Any", log))
     mode, ignored = config.agent.tokenization_check, config.agent.tokenization_ignore
-    runner = TrajectoryRunner(
-        services=services,
-        rewarding=Rewarding(services),
-        tokens=TokenizationCheck(mode, ignored),
-    )
+    runner = TrajectoryRunner(services=services, tokens=TokenizationCheck(mode, ignored))
     member.clock = Clock(limit_trajectory(config.limits, record.prompt))
     trajectory = await run_trajectory(runner, member)
     log.compare(trajectory)

@@ -13,17 +13,16 @@ for each one sampled than that costs.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 import anyio
 import attrs
 
-from rollout.engine.core import EngineLoad
-
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
+
+    from rollout.engine.core import EngineLoad
 
 
 #: Seconds between two observations of the engines' load; they report it once a heartbeat.
@@ -107,7 +106,6 @@ class Progress:
     reused_tokens: int = 0
 
 
-@attrs.define
 class AdmissionController:
     """The number of trajectories in flight, adapted to what engines can remember.
 
@@ -122,19 +120,12 @@ class AdmissionController:
         allowed: The number now.
     """
 
-    most: int
-    allowed: int = attrs.field(init=False)
-    #: The last observations: loads by replica, and what trajectories had done.
-    _window: deque[tuple[Mapping[str, EngineLoad], Progress]] = attrs.field(
-        init=False, factory=lambda: deque(maxlen=WINDOW)
-    )
-    _share: float = attrs.field(init=False, default=0.0)  # of the caches, held by one request
-    _kv_used: float = attrs.field(init=False, default=0.0)
-    _lost: float = attrs.field(init=False, default=0.0)  # without a limit; 0: there is none
-    _growth: float = attrs.field(init=False, default=1.0)
-
-    def __attrs_post_init__(self) -> None:
-        self.allowed = self.most
+    def __init__(self, most: int) -> None:
+        self.most = self.allowed = most
+        #: The last observations: loads by replica, and what trajectories had done.
+        self._window: deque[tuple[Mapping[str, EngineLoad], Progress]] = deque(maxlen=WINDOW)
+        self._share = self._kv_used = 0.0  # of the caches, held by one request and by all
+        self._lost, self._growth = 0.0, 1.0  # lost without a limit; 0: there is none
 
     def observe(self, loads: Mapping[str, EngineLoad], in_flight: int, progress: Progress) -> int:
         """Take one round of loads, by replica; return the number allowed from now on.

@@ -68,8 +68,14 @@ def check_call(
     return None if step is None else int(step), None if samples is None else int(samples)
 
 
-def check_source(source: Any) -> None:
-    """Check that an argument is a source, without pulling; else raise a `PromptError`."""
+def check_group_call(
+    source: Any, policy: Any, groups: Any, max_staleness: Any, groups_per_step: Any
+) -> None:
+    """Check the arguments of `collect` and `stream_groups`, without pulling.
+
+    Raises:
+        PromptError: The source is none; or others are wrong, all of which it names.
+    """
     is_iterable = isinstance(source, AsyncIterable | Iterable)
     if not is_iterable:
         with suppress(TypeError):
@@ -79,10 +85,6 @@ def check_source(source: Any) -> None:
         raise PromptError(
             f"source: expected an iterable or async iterable of Prompt, got {type(source).__name__}"
         )
-
-
-def check_group_call(policy: Any, groups: Any, max_staleness: Any, groups_per_step: Any) -> None:
-    """Check the arguments of `collect` and `stream_groups`; a `PromptError` names all faults."""
     faults = []
     if not isinstance(policy, GroupPolicy | None):
         faults.append(f"policy = {policy!r:.80}: expected a GroupPolicy, or None")

@@ -26,8 +26,9 @@ from rollout.scheduling.endings import (
     make_unstarted,
 )
 from rollout.scheduling.members import GROUP_S, cancel_members
+from rollout.scheduling.rewards.score import RewardCall
 from rollout.scheduling.selection import Selection
-from rollout.scheduling.trajectory_events import emit_group_ended
+from rollout.scheduling.trajectory_events import emit_ended, emit_group_ended
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
@@ -49,7 +50,6 @@ class Call(ABC):
         name: The method's.
         groups: What the call wants, and has.
         deadline: Its own.
-        count: Its members, where they are known from the start.
 
     Attributes:
         number: Of the call, for events.
@@ -77,17 +77,17 @@ class Call(ABC):
         name: str,
         step: int,
         deadline: Deadline,
-        count: int | None = None,
     ) -> None:
         self.name, self.step, self.number, self.began = name, step, 0, anyio.current_time()
         self.scheduler, self.groups, self.deadline = scheduler, groups, deadline
-        self.waits_for_group = scheduler.rewards_groups or not self.is_list
+        self.waits_for_group = scheduler.group_reward is not None or not self.is_list
         self.selection = Selection()
         self.failure: BaseException | None = None
         self.is_leaving = self.is_ending = self.is_closed = False
         self.has_ended = anyio.Event()
         self._config, self._tally = scheduler.config.scheduling, scheduler.tally
-        self._bad = BadEndings(self._tally, self._config, count)
+        members = (groups.wanted or 0) * groups.members if self.is_list else None
+        self._bad = BadEndings(self._tally, self._config, members)
         self._met_deadline = self._is_cancelled = False
         #: Groups that are complete and not judged; and calls of group rewards.
         self._judging = 0
@@ -96,9 +96,9 @@ class Call(ABC):
     # What the two kinds of calls do differently.
 
     @property
-    @abstractmethod
     def _is_done(self) -> bool:
-        """Whether it admits nothing more, and ends."""
+        """Whether it admits nothing more, and ends: here once its caller leaves it."""
+        return self.is_leaving or self.is_closed
 
     @abstractmethod
     def _begin(self) -> None:
@@ -116,9 +116,9 @@ class Call(ABC):
     async def _settle_group(self, group: MemberGroup, wanted: Mapping[Member, Trajectory]) -> None:
         """Give out a complete group that is rewarded, or refuse it."""
 
-    @abstractmethod
     def _end_for_failures(self) -> None:
-        """End the call because too many members have failed."""
+        """End the call because too many members have failed, unless it has all it wants."""
+        self._fail(self._bad.make_error())
 
     # Its life.
 
@@ -148,7 +148,7 @@ class Call(ABC):
 
     async def _run(self) -> None:
         """Admit members until the call is left or done; then end what is not carried."""
-        enter_containment(self.scheduler.containment)
+        enter_containment(self.scheduler.services.containment)
         call_limit.set(None)  # where a tool makes this call, its limit is none of the members'
         try:
             async with anyio.create_task_group() as tasks:
@@ -164,7 +164,8 @@ class Call(ABC):
         finally:
             with anyio.CancelScope(shield=True):
                 await self._wind_up()
-            self.scheduler.remove_call(self)
+            del self.scheduler.calls[self]
+            self.scheduler.change()
             self.has_ended.set()
 
     async def _guard(self, work: Callable[[], Awaitable[object]]) -> None:
@@ -242,7 +243,7 @@ class Call(ABC):
 
     def _wants_reward(self, group: MemberGroup, ended: Collection[Member]) -> bool:
         """Whether `group_reward` is still to be called for these members."""
-        is_open = self.scheduler.rewards_groups and not group.is_rewarded
+        is_open = self.scheduler.group_reward is not None and not group.is_rewarded
         return is_open and not (ended and all(member.was_finished for member in ended))
 
     # Admission.
@@ -332,12 +333,12 @@ class Call(ABC):
             self._met_deadline = True
             if self._config.on_deadline == "drop":
                 trajectory.trainable = False
-        if is_wanted and not self.scheduler.rewards_groups:
+        if is_wanted and self.scheduler.group_reward is None:
             # First: it fails what it cannot write.
             self.scheduler.log.note_ends({member: trajectory})
         self.scheduler.count_end(member, trajectory)
         if not (is_wanted and self.is_list and self.waits_for_group):
-            self.scheduler.tell_end(member, trajectory)
+            emit_ended(self.scheduler.events, member, trajectory)
         self.selection.note_end(trajectory)
         self._bad.add(trajectory, is_wanted=is_wanted)
         if is_wanted:
@@ -386,14 +387,14 @@ class Call(ABC):
     async def _reward(self, group: MemberGroup, wanted: dict[Member, Trajectory]) -> bool:
         """Ask for a group's reward, if it needs one; False where the call ends before that."""
         before = {member: each.outcome for member, each in group.ended.items()}
-        function = self.scheduler.rewarding.group
+        function = self.scheduler.group_reward
         if function is not None and self._wants_reward(group, wanted):
             if self.is_ending:
                 return False
             with anyio.CancelScope() as scope:
                 self._rewards[group] = scope
                 try:
-                    await self.scheduler.rewarding.reward(function, wanted)
+                    await RewardCall(self.scheduler.services, function, wanted).run()
                 finally:
                     del self._rewards[group]
             if scope.cancelled_caught:
@@ -401,7 +402,7 @@ class Call(ABC):
         if not group.is_rewarded:
             group.is_rewarded = True
             self.selection.note_rewards(wanted.values())
-        if self.scheduler.rewards_groups:
+        if function is not None:
             self.scheduler.log.note_ends(group.ended)  # it fails those that it cannot write
         for member, trajectory in group.ended.items():
             if trajectory.outcome is not before[member]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import attrs
 
 from rollout.agents.ending import Ending
 from rollout.agents.trajectory_state import UNRESPONSIVE
 from rollout.chat.trajectory import Trajectory
-from rollout.chat.transcript import Transcript
 from rollout.errors import LimitExceeded
 from rollout.plurals import count
 from rollout.scheduling.rewards.functions import GROUP, SINGLE
@@ -64,21 +65,21 @@ def explain_cut(member: Member, deadline: Deadline) -> Ending:
     return Ending(outcome=error.outcome, reason=error.reason, limit_source=error.source)
 
 
-def make_unstarted(member: Member, ending: Ending) -> Trajectory:
-    """Make the trajectory of a member whose agent never ran: an outcome and no tokens."""
+def make_trajectory(member: Member, ending: Ending, **fields: Any) -> Trajectory:
+    """Make the trajectory of a member that ended so; `fields` are what it has beside that."""
     return Trajectory(
         uid=member.identity.uid,
         group=member.identity.group,
         member=member.identity.member,
-        transcript=Transcript(),
-        outcome=ending.outcome,
-        reason=ending.reason,
-        limit_source=ending.limit_source,
-        cause=ending.cause,
-        trainable=False,
-        extra=dict(member.prompt.extra),
         prompt=member.prompt,
+        **attrs.asdict(ending, recurse=False),
+        **fields,
     )
+
+
+def make_unstarted(member: Member, ending: Ending) -> Trajectory:
+    """Make the trajectory of a member whose agent never ran: an outcome and no tokens."""
+    return make_trajectory(member, ending, trainable=False, extra=dict(member.prompt.extra))
 
 
 class BadEndings:

@@ -119,14 +119,14 @@ class Groups:
         self._refused_in_a_row = 0
         #: Why the first of those that `max_refused` counts was refused; empty where none was.
         self._first_refusal = ""
-        self._is_stopped = self._has_all_prompts = False
+        self._is_stopped = False
 
     # What it wants.
 
     @property
     def wants_group(self) -> bool:
         """Whether one more group is to be adopted."""
-        if self._is_stopped or self._has_all_prompts or self.is_complete:
+        if self._is_stopped or self.is_complete:
             return False
         under_way = len(self.open) + len(self._ready)
         if self.wanted is not None:
@@ -158,13 +158,12 @@ class Groups:
     @property
     def is_complete(self) -> bool:
         """Whether it has as many as it wants, or will never have more."""
-        groups, found = self.wanted, self.consumed + len(self._ready)
-        if groups is not None and found >= groups:
-            return True
-        if self._is_stopped or self._has_all_prompts:
-            return not self.open
-        is_full = groups is not None and found + self.counts["dropped"] >= self._most_at_once
-        return is_full and not self.open
+        found, is_full = self.consumed + len(self._ready), False
+        if self.wanted is not None:
+            if found >= self.wanted:
+                return True
+            is_full = found + self.counts["dropped"] >= self._most_at_once
+        return (self._is_stopped or is_full) and not self.open
 
     @property
     def has_refused_too_many(self) -> bool:
@@ -194,10 +193,6 @@ class Groups:
     def stop(self) -> None:
         """Adopt nothing more; what runs comes to its end."""
         self._is_stopped = True
-
-    def stop_pulling(self) -> None:
-        """There are no more prompts; what is open comes to its end."""
-        self._has_all_prompts = True
 
     # Groups and members that it has.
 

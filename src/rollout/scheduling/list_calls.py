@@ -12,7 +12,7 @@ from rollout.scheduling.calls import Call
 from rollout.scheduling.endings import CLOSED, LOST
 from rollout.scheduling.groups import Groups
 from rollout.scheduling.members import cancel_members
-from rollout.scheduling.trajectory_events import emit_group_ended
+from rollout.scheduling.trajectory_events import emit_ended, emit_group_ended
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -54,15 +54,8 @@ class ListCall(Call):
     ) -> None:
         self.members = [member for group in batch for member in group.waiting]
         groups = Groups(len(batch), samples)
-        groups.stop_pulling()
-        super().__init__(
-            scheduler,
-            groups,
-            name=name,
-            step=step,
-            deadline=deadline,
-            count=len(self.members),
-        )
+        groups.stop()  # there are no others
+        super().__init__(scheduler, groups, name=name, step=step, deadline=deadline)
         self._batch = batch
         #: Those that were delivered; what was sent only while somebody refers to it.
         self._found: dict[Member, Trajectory | weakref.ref[Trajectory]] = {}
@@ -138,7 +131,7 @@ class ListCall(Call):
     def _tell_rewarded(self, ended: Mapping[Member, Trajectory]) -> None:
         """Tell readers of events of members whose group has its reward, or will get none."""
         for member, trajectory in ended.items() if self.waits_for_group else ():
-            self.scheduler.tell_end(member, trajectory)
+            emit_ended(self.scheduler.events, member, trajectory)
 
     async def _deliver(self, ended: Mapping[Member, Trajectory]) -> None:
         """Keep trajectories, and send those of a stream; a slow receiver is waited for."""

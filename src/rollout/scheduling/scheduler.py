@@ -42,6 +42,7 @@ class Scheduler:
         start: Starts a task of the runtime's, with a name: carried members outlive their call.
 
     Attributes:
+        group_reward: The function of groups that have a reward.
         log: The journal.
         calls: Each `Call` that is open; its module imports this one.
         live: Members that have a task.
@@ -61,7 +62,7 @@ class Scheduler:
         services = runner.services
         self.config, self.engines, self.events = services.config, services.engines, services.events
         self.tally, self.threads = services.tally, services.threads
-        self.containment, self.rewarding = services.containment, runner.rewarding
+        self.services, self.group_reward = services, runner.group_reward
         self.run_seed, self.start, self.log = run_seed, start, log
         self.calls: dict[Any, None] = {}
         self.live: dict[Member, None] = {}
@@ -71,11 +72,6 @@ class Scheduler:
         admission.on_change = self.change
         self._pull_count = log.pull_count
         self._sources: dict[int, PromptSource] = {}
-
-    @property
-    def rewards_groups(self) -> bool:
-        """Whether groups have a reward."""
-        return self.rewarding.group is not None
 
     def change(self) -> None:
         """Wake what waits for a change: a member or a call ended, a prompt came, a slot is free."""
@@ -94,11 +90,6 @@ class Scheduler:
         self.calls[call] = None
         if self._is_closing:
             call.close()
-
-    def remove_call(self, call: Any) -> None:
-        """Note that a call has ended."""
-        del self.calls[call]
-        self.change()
 
     async def close(self) -> None:
         """End the calls, which are other tasks', and what is carried. Shielded by the caller."""
@@ -156,7 +147,7 @@ class Scheduler:
                 cancel_members([member], deadline=deadline)
         else:
             self.live[member] = None
-            member.clock = Clock(deadline, self.containment.clock)
+            member.clock = Clock(deadline, self.services.containment.clock)
             self.start(self._run_member, member, name=member.identity.uid)
 
     async def _run_member(self, member: Member) -> None:
@@ -185,20 +176,15 @@ class Scheduler:
         """Note the end of a member whose group no call has."""
         member.group.forget(member)
         member.group.ended[member] = trajectory
-        if not self.rewards_groups:
+        if self.group_reward is None:
             self.log.note_ends({member: trajectory})
         self.count_end(member, trajectory)
-        self.tell_end(member, trajectory)
+        emit_ended(self.events, member, trajectory)
 
     def count_end(self, member: Member, trajectory: Trajectory) -> None:
         """Count the outcome of a member."""
         member.is_finished = True
         self.tally.outcomes[trajectory.outcome] += 1
-
-    def tell_end(self, member: Member, trajectory: Trajectory) -> None:
-        """Tell readers of events that a member has its outcome."""
-        if self.events.is_on:
-            emit_ended(self.events, member, trajectory)
 
     def count_lost(self, members: Iterable[Member]) -> None:
         """Count those of the members that have no outcome: nobody gets their trajectories."""
@@ -206,7 +192,7 @@ class Scheduler:
         for member in [each for each in members if not each.is_finished]:
             trajectory = make_unstarted(member, ending)
             self.count_end(member, trajectory)
-            self.tell_end(member, trajectory)
+            emit_ended(self.events, member, trajectory)
 
     # Groups that no call has.
 

@@ -11,7 +11,7 @@ import msgspec
 from rollout.chat.trajectory import Group
 from rollout.errors import PromptError, SourceEnded
 from rollout.limits import NEVER, Deadline
-from rollout.scheduling.arguments import check_group_call, check_source
+from rollout.scheduling.arguments import check_group_call
 from rollout.scheduling.calls import Call
 from rollout.scheduling.endings import SURPLUS
 from rollout.scheduling.groups import Groups, Staleness
@@ -71,16 +71,34 @@ class SourceCall(Call):
         max_staleness: Any = None,
         groups_per_step: Any = None,
     ) -> None:
-        check_source(source)
-        check_group_call(policy, groups, max_staleness, groups_per_step)
-        is_stream, batch_s = name == STREAM, scheduler.config.limits.batch_s
-        steps = None if max_staleness is None else (int(max_staleness), int(groups_per_step))
+        check_group_call(source, policy, groups, max_staleness, groups_per_step)
+        config, engines = scheduler.config.scheduling, scheduler.engines
+        policy, samples = (policy or config.groups).over(config.groups), config.samples_per_prompt
+        if policy.members is not None and policy.members > samples:
+            raise PromptError(
+                f"policy.members = {policy.members}: expected at most "
+                f"scheduling.samples_per_prompt = {samples}"
+            )
+        staleness = None
+        if max_staleness is not None:
+            most, per_step, start = int(max_staleness), int(groups_per_step), engines.weight_version
+            staleness = Staleness(most=most, per_step=per_step, start=start)
+        wanted, deadline = None, NEVER
+        if name != STREAM:
+            wanted = int(groups)
+            deadline = Deadline.after(scheduler.config.limits.batch_s, "limits.batch_s")
         super().__init__(
             scheduler,
-            _make_groups(scheduler, policy, None if is_stream else int(groups), steps),
+            Groups(
+                wanted,
+                policy.members or samples,
+                policy,
+                staleness=staleness,
+                version=lambda: engines.weight_version,
+            ),
             name=name,
             step=step,
-            deadline=NEVER if is_stream else Deadline.after(batch_s, "limits.batch_s"),
+            deadline=deadline,
         )
         self._accept = find_accept(self.groups.policy.accept)
         self.source, self.taken_names = scheduler.find_source(source), set[str]()
@@ -88,7 +106,7 @@ class SourceCall(Call):
         # delivered then, the source is not asked.
         self._before = before = scheduler.log.take_call(step)
         self._delivered = sum(group.was_delivered for group in before.groups)
-        self._wants_more, wanted = not self._delivered, self.groups.wanted
+        self._wants_more = not self._delivered
         has_all = wanted is not None and self._delivered >= wanted
         self.is_replayed = has_all or before.missing is not None
         self.groups.counts["dropped"] = before.missing or 0
@@ -96,15 +114,6 @@ class SourceCall(Call):
     def _begin(self) -> None:
         """Queue the groups that the journal has for it."""
         self.scheduler.keep(self._before.groups)
-
-    @property
-    def _is_done(self) -> bool:
-        """Whether its caller leaves it."""
-        return self.is_leaving or self.is_closed
-
-    def _end_for_failures(self) -> None:
-        """End with an error, unless it has all it wants."""
-        self._fail(self._bad.make_error())
 
     async def _end_members(self) -> None:
         """Leave groups to the next call: those that are carried at once, others when all ended."""
@@ -173,7 +182,7 @@ class SourceCall(Call):
         if not self.groups.wants_group or source.is_pulling:
             return
         if source.is_over or (self.is_replayed and not self.groups.open):
-            self.groups.stop_pulling()
+            self.groups.stop()
             self.scheduler.change()
         elif self.scheduler.has_free_slot and self._wants_more and not self.is_replayed:
             source.ask(self.step)
@@ -288,34 +297,6 @@ class SourceCall(Call):
         if is_short and self.source.is_over and not self._is_cancelled:
             return SourceEnded(f"the source ended: {found} of {wanted} groups")
         return None
-
-
-def _make_groups(
-    scheduler: Scheduler, policy: Any, wanted: int | None, steps: tuple[int, int] | None
-) -> Groups:
-    """Make what a call wants.
-
-    Args:
-        wanted: How many groups; None: as many as its consumer takes.
-        steps: `max_staleness` and `groups_per_step`, where the staleness is bounded.
-    """
-    config, engines = scheduler.config.scheduling, scheduler.engines
-    policy, samples = (policy or config.groups).over(config.groups), config.samples_per_prompt
-    if policy.members is not None and policy.members > samples:
-        raise PromptError(
-            f"policy.members = {policy.members}: expected at most "
-            f"scheduling.samples_per_prompt = {samples}"
-        )
-    staleness = None
-    if steps is not None:
-        staleness = Staleness(most=steps[0], per_step=steps[1], start=engines.weight_version)
-    return Groups(
-        wanted,
-        policy.members or samples,
-        policy,
-        staleness=staleness,
-        version=lambda: engines.weight_version,
-    )
 
 
 class GroupStream(AsyncIterator[Group]):

@@ -83,8 +83,8 @@ class PromptSource:
             self.data = ()
 
     async def _run_task(self) -> None:
-        enter_containment(self._scheduler.containment)
-        task = self._task = Contained[None](self._scheduler.containment, WHAT)
+        enter_containment(self._scheduler.services.containment)
+        task = self._task = Contained[None](self._scheduler.services.containment, WHAT)
         try:
             await task.run(self._pull_until_over)
         finally:

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from rollout.agents.ending import Ending
 from rollout.errors import TemplateError
 from rollout.types import Outcome, format_error
 
@@ -42,18 +43,18 @@ class TokenizationCheck:
         self._seen = 0
         self._of_kind: Counter[tuple[bool, bool]] = Counter()
 
-    async def check(self, context: AgentContext) -> tuple[str | None, str | None]:
-        """The kind of drift, and why the trajectory must fail for it; None where there is none.
+    async def check(self, context: AgentContext, ending: Ending) -> tuple[str | None, Ending]:
+        """The kind of drift of a trajectory that ended so, and how it ends with that.
 
         The kind is None where nothing was compared.
         """
-        if not self._is_chosen(context):
-            return None, None
+        if ending.outcome not in COMPARED or not self._is_chosen(context):
+            return None, ending
         kind, message = await self._compare(context)
         if kind is None or kind == "identical":
-            return kind, None
+            return kind, ending
         if self._mode == "strict":
-            return kind, message
+            return kind, Ending.fail("tokenization", TemplateError(message))
         if kind not in self._logged:
             self._logged.add(kind)
             logger.warning(
@@ -61,7 +62,7 @@ class TokenizationCheck:
                 context.identity.session_id,
                 message,
             )
-        return kind, None
+        return kind, ending
 
     def _is_chosen(self, context: AgentContext) -> bool:
         if self._mode != "sample":

@@ -19,7 +19,6 @@ from rollout.agents.prompt_sampling import make_sampling
 from rollout.agents.services import Services
 from rollout.agents.trajectory_state import UNRESPONSIVE, TrajectoryState
 from rollout.chat.reward_values import BadRewardError, apply_reward, check_reward_value
-from rollout.chat.trajectory import Trajectory
 from rollout.containment import Contained, UnresponsiveError
 from rollout.engine.core import SamplingParams
 from rollout.engine.cores.checks import find_sampling_fault
@@ -29,7 +28,6 @@ from rollout.errors import (
     EngineError,
     LimitExceeded,
     SandboxLost,
-    TemplateError,
     ToolError,
 )
 from rollout.limits import AGENT_TIMEOUT, AGENT_TIMEOUT_S, Clock, Deadline
@@ -40,11 +38,13 @@ from rollout.scheduling.endings import (
     end_without_reward,
     exclude,
     explain_cut,
+    make_trajectory,
     make_unstarted,
 )
 from rollout.scheduling.members import GROUP_S, Member
-from rollout.scheduling.rewards.score import Rewarding
-from rollout.scheduling.tokenization import COMPARED, TokenizationCheck
+from rollout.scheduling.rewards.functions import LoadedReward
+from rollout.scheduling.rewards.score import RewardCall
+from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory_events import emit_started
 from rollout.scopes import find_exception, unwrap_group
 from rollout.types import DRIFT, Cause, Outcome
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rollout.agents.agent_loop import Registered
+    from rollout.chat.trajectory import Trajectory
     from rollout.config import LimitsConfig
     from rollout.types import Prompt
 
@@ -82,11 +83,13 @@ class TrajectoryRunner:
 
     Attributes:
         samplings: Of prompts that override nothing of it, by whether they validate.
+        reward, group_reward: The functions of a trajectory and of a group.
     """
 
     services: Services
-    rewarding: Rewarding
     tokens: TokenizationCheck
+    reward: LoadedReward | None = None
+    group_reward: LoadedReward | None = None
     samplings: tuple[SamplingParams, SamplingParams] = attrs.field(init=False)
 
     @samplings.default
@@ -157,8 +160,7 @@ async def run_trajectory(runner: TrajectoryRunner, member: Member) -> Trajectory
     assert clock is not None
     run = TrajectoryRun(services, member, clock, clock.now())
     while True:
-        if services.events.is_on:
-            emit_started(services.events, member, run.attempt, run.started)
+        emit_started(services.events, member, run.attempt, run.started)
         try:
             agent, run.context = _open_context(runner, run)
         except RejectedPrompt as error:
@@ -176,12 +178,7 @@ async def run_trajectory(runner: TrajectoryRunner, member: Member) -> Trajectory
                 continue
             if member.deadline_met is not None and member.deadline_met.source == GROUP_S:
                 member.deadline_met = None  # a group's time ends agents, not their rewards
-            drift = None
-            if ending.outcome in COMPARED:
-                drift, fault = await runner.tokens.check(run.context)
-                if fault is not None:
-                    cause = Cause(type=TemplateError.__qualname__, message=fault)
-                    ending = Ending(outcome=Outcome.FAILED, reason="tokenization", cause=cause)
+            drift, ending = await runner.tokens.check(run.context, ending)
             trajectory = _make_trajectory(run, ending)
             if drift is not None:
                 trajectory.metrics[f"{DRIFT}{drift}"] = 1
@@ -336,8 +333,7 @@ def _decide_outcome(run: TrajectoryRun) -> Ending:
     if ending.outcome is not Outcome.COMPLETED or run.tokens or run.member.identity.validate:
         return ending
     message = f"{run.code.what} returned, and the model generated no token for it"
-    cause = Cause(type=AgentError.__qualname__, message=message)
-    return Ending(outcome=Outcome.FAILED, reason=NEVER_GENERATED, cause=cause)
+    return Ending.fail(NEVER_GENERATED, AgentError(message))
 
 
 def _decide_cancelled(run: TrajectoryRun) -> Ending:
@@ -364,24 +360,17 @@ def _make_trajectory(run: TrajectoryRun, ending: Ending) -> Trajectory:
 
     It fails, and keeps its tokens, where the agent put what is no number into its context's lists.
     """
-    identity, context = run.member.identity, run.context
-    run.member.prompt = context.prompt  # as the agent saw it
+    context, run.member.prompt = run.context, run.context.prompt  # as the agent saw it
     restarts = [*run.restarts, *context.state.restarts]
     if restarts:
         context.extra["restarts"] = restarts
-    trajectory = Trajectory(
-        uid=identity.uid,
-        group=identity.group,
-        member=identity.member,
+    trajectory = make_trajectory(
+        run.member,
+        ending,
         transcript=context.transcript,
-        outcome=ending.outcome,
-        reason=ending.reason,
-        limit_source=ending.limit_source,
-        cause=ending.cause,
         num_turns=context.user_turns + context.assistant_turns + 1,
         metrics=_metrics(run, len(restarts)),
         extra=context.extra,
-        prompt=run.member.prompt,
         messages=context.messages,
         history=context.history,
         segments=list_segments(context.all()),
@@ -441,7 +430,7 @@ def _metrics(run: TrajectoryRun, restarts: int) -> dict[str, float]:
 
 async def _reward(runner: TrajectoryRunner, run: TrajectoryRun, trajectory: Trajectory) -> None:
     """Ask for the reward of a trajectory, or take the one that its agent gave."""
-    own, events, function = run.context.reward, run.services.events, runner.rewarding.single
+    own, events, function = run.context.reward, run.services.events, runner.reward
     if function is None:
         if own is not None:
             try:
@@ -452,7 +441,7 @@ async def _reward(runner: TrajectoryRunner, run: TrajectoryRun, trajectory: Traj
     if events.is_on:
         enter_trajectory(events, run.member.identity.number)
     sandbox = run.context.sandbox if function.takes_sandbox else None
-    await runner.rewarding.reward(function, {run.member: trajectory}, sandbox)
+    await RewardCall(run.services, function, {run.member: trajectory}, sandbox).run()
 
 
 def _add_times(run: TrajectoryRun, trajectory: Trajectory) -> None:

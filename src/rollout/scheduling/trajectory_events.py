@@ -1,4 +1,4 @@
-"""What scheduling tells of trajectories, groups and rewards, while somebody reads."""
+"""What scheduling tells of trajectories and groups, while somebody reads."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.observe.event_stream import NO_TRAJECTORY
-from rollout.observe.events import GroupEnded, RewardEnded, TrajectoryEnded, TrajectoryStarted
+from rollout.observe.events import GroupEnded, TrajectoryEnded, TrajectoryStarted
 from rollout.types import DRIFT, Outcome
 
 if TYPE_CHECKING:
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
 
 def emit_started(events: EventStream, member: Member, attempt: int, started: float) -> None:
     """An attempt begins, the first one when `started`; the member has its number from now on."""
+    if not events.is_on:
+        return
     if attempt == 1:
         _number(events, member)
         member.began = started
@@ -30,6 +31,8 @@ def emit_started(events: EventStream, member: Member, attempt: int, started: flo
 
 def emit_ended(events: EventStream, member: Member, trajectory: Trajectory) -> None:
     """A member has its outcome; emitted where a reader wants that."""
+    if not events.is_on:
+        return
     who, is_failed = member.identity, trajectory.outcome is Outcome.FAILED
     if not events.tell_notes(who.number, who.step, who.uid, who.member, is_failed=is_failed):
         return
@@ -91,28 +94,6 @@ def emit_group_ended(
             verdict=verdict,
         )
     )
-
-
-def emit_rewarded(
-    events: EventStream,
-    member: Member,
-    began: float,
-    reward: float | None,
-    error: str = "",
-    *,
-    is_group: bool = False,
-) -> None:
-    """A reward function has answered for a member, or for the group that it is the first of."""
-    event = RewardEnded(
-        at=events.now(),
-        trajectory=NO_TRAJECTORY if is_group else member.identity.number,
-        batch=member.batch,
-        group=member.identity.group,
-        began=events.since_start(began),
-        reward=reward,
-        error=error,
-    )
-    events.tell_event(event.trajectory, event)
 
 
 def _named(member: Member) -> dict[str, Any]:

@@ -26,8 +26,6 @@ from rollout.worker_threads import is_async
 
 if TYPE_CHECKING:
     from rollout.chat.trajectory import Group, Trajectory
-    from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
-    from rollout.worker_threads import WorkerThreads
 
 RewardValue = float | Reward | Mapping[str, Any]
 #: Takes a trajectory, or what verl gives to its functions.
@@ -75,6 +73,7 @@ class LoadedReward:
         verl_names: Which of `VERL_ARGUMENTS` it takes; none where it takes a trajectory or a group.
         takes_sandbox: Whether it is called with the trajectory's sandbox too.
         ref: Where child processes find it; None where none of them calls it.
+        processes: The `RewardProcesses` that call it in place of this process; None: it runs here.
     """
 
     function: Any
@@ -82,6 +81,7 @@ class LoadedReward:
     verl_names: tuple[str, ...] = ()
     takes_sandbox: bool = False
     ref: FunctionRef | None = None
+    processes: Any = None
 
     @property
     def is_group(self) -> bool:
@@ -93,35 +93,11 @@ class LoadedReward:
         """Whether the call needs a thread; else it is awaited on the loop."""
         return bool(self.verl_names) or not is_async(self.function)
 
-    async def call(
-        self,
-        subject: Any,
-        begin: Callable[[], None],
-        threads: WorkerThreads,
-        tokenizer: Any,
-        sandbox: TrajectorySandbox | None,
-    ) -> Any:
-        """Call the function in this process, and return what it returns.
-
-        Args:
-            subject: The trajectory, or the group.
-            begin: Called when the call begins, after the wait for a thread.
-            threads: Where sync functions run, and what verl's take is made; cancellation leaves
-                the thread behind.
-            tokenizer: Decodes the response for verl's functions.
-            sandbox: Passed on, unless it is None.
-        """
-        if not self.runs_in_thread:
-            begin()
-            return await self.function(subject, **({} if sandbox is None else {SANDBOX: sandbox}))
-
-        def call() -> Any:
-            if self.verl_names:
-                return self.function(**make_verl_arguments(self.verl_names, subject, tokenizer))
-            return self.function(subject)
-
-        value = await threads.run(self.what, call, begin=begin)
-        return await value if inspect.isawaitable(value) else value
+    def call_in_thread(self, subject: Any, tokenizer: Any) -> Any:
+        """Call the function; the tokenizer decodes the response for one written for verl."""
+        if self.verl_names:
+            return self.function(**make_verl_arguments(self.verl_names, subject, tokenizer))
+        return self.function(subject)
 
 
 def load_rewards(
@@ -206,17 +182,18 @@ def _find_fault(function: Any) -> str:
 
 def _read_signature(loaded: LoadedReward, signature: inspect.Signature) -> tuple[LoadedReward, str]:
     """Find out how a function is called, and why it cannot be; empty where it can."""
+    names_sandbox = SANDBOX in list(signature.parameters)[1:]  # beside what it is about
+    if loaded.is_group and names_sandbox:
+        return loaded, "names sandbox, and the members of a group have none any more: use reward"
     if loaded.is_group:
-        fault = "names sandbox, and the members of a group have none any more: use reward"
-        is_fit = not _names_sandbox(signature)
-        return loaded, _find_mismatch(signature, "one group", None) if is_fit else fault
+        return loaded, _find_mismatch(signature, "one group", None)
     names = _find_verl_names(signature)
     if names:
         loaded = attrs.evolve(loaded, verl_names=names)
         return loaded, _find_mismatch(signature, ", ".join(names), **dict.fromkeys(names))
     if "completions" in signature.parameters:
         return loaded, "is called with lists by TRL's trainer, here with one trajectory at a time"
-    if not _names_sandbox(signature):
+    if not names_sandbox:
         return loaded, _find_mismatch(signature, "one trajectory", None)
     loaded = attrs.evolve(loaded, takes_sandbox=True)
     if not is_async(loaded.function):
@@ -235,11 +212,6 @@ def _find_verl_names(signature: inspect.Signature) -> tuple[str, ...]:
             return ()
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     return tuple(name for name in VERL_ARGUMENTS if takes_all or name in parameters)
-
-
-def _names_sandbox(signature: inspect.Signature) -> bool:
-    """Whether a function names a sandbox beside what it is about."""
-    return SANDBOX in list(signature.parameters)[1:]
 
 
 def _find_mismatch(signature: inspect.Signature, subject: str, *args: Any, **named: Any) -> str:

@@ -10,30 +10,26 @@ from collections.abc import Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import msgspec
 
 from rollout.chat.plain_data import NotPlainError, encoder, simplify, to_plain
 from rollout.chat.reward_values import BadRewardError, check_rewards
 from rollout.chat.trajectory import Group
 from rollout.chat.trajectory_codec import CompleteTrajectory, pack_complete, unpack_complete
-from rollout.child_processes import (
-    ChildDiedError,
-    ChildProcesses,
-    resolve_outcome,
-)
+from rollout.child_processes import ChildDiedError, ChildProcesses, resolve_outcome
 from rollout.errors import ConfigError
 from rollout.scheduling.rewards.functions import make_verl_arguments
 from rollout.types import Reward
-from rollout.user_code import NotImportableError
+from rollout.user_code import FunctionRef, NotImportableError
+from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from rollout.chat.trajectory import Trajectory
     from rollout.config import RolloutConfig
     from rollout.scheduling.rewards.functions import LoadedReward
-    from rollout.user_code import FunctionRef
-    from rollout.worker_threads import WorkerThreads
 
 
 class RewardProcessError(Exception):
@@ -60,9 +56,9 @@ _read_rewards = msgspec.msgpack.Decoder(list[Reward | None]).decode
 
 @asynccontextmanager
 async def open_reward_processes(
-    config: RolloutConfig, functions: Iterable[LoadedReward | None], threads: WorkerThreads
-) -> AsyncIterator[RewardProcesses | None]:
-    """Yield the pool of processes that the configuration asks for, if any.
+    config: RolloutConfig, functions: Sequence[LoadedReward | None], threads: WorkerThreads
+) -> AsyncIterator[Sequence[LoadedReward | None]]:
+    """Yield the functions, to be called in processes where the configuration asks for some.
 
     A process has imported the functions by then, within `limits.reward_s`; all end with the block.
 
@@ -72,7 +68,7 @@ async def open_reward_processes(
     count = config.rewards.processes
     refs = [each.ref for each in functions if each is not None and each.ref is not None]
     if not count or not refs:
-        yield None
+        yield functions
         return
     children = ChildProcesses(__name__, max_processes=count, cleanup_s=config.limits.cleanup_s)
     try:
@@ -80,23 +76,24 @@ async def open_reward_processes(
             await children.prepare(refs, config.limits.reward_s, "limits.reward_s")
         except NotImportableError as error:
             raise ConfigError(f"rewards.processes: {error}") from error
-        yield RewardProcesses(children, refs, threads)
+        processes = RewardProcesses(children, refs, threads)
+        yield [each and attrs.evolve(each, processes=processes) for each in functions]
     finally:
         await children.close()
 
 
+@attrs.frozen
 class RewardProcesses:
     """A pool of child processes, each calling one reward function at a time.
 
-    Args:
+    Attributes:
         functions: A process imports them before its first call.
         threads: Where requests are made, since long trajectories take a while.
     """
 
-    def __init__(
-        self, children: ChildProcesses, functions: list[FunctionRef], threads: WorkerThreads
-    ) -> None:
-        self._children, self._functions, self._threads = children, functions, threads
+    children: ChildProcesses
+    functions: list[FunctionRef]
+    threads: WorkerThreads
 
     async def score(
         self,
@@ -119,13 +116,12 @@ class RewardProcesses:
         """
         assert function.ref is not None
         try:
-            async with self._children.worker() as child:
-                body = await self._threads.run(
-                    "reward", write_request, function, subject, tokenizer
-                )
+            async with self.children.worker() as child:
+                run = self.threads.run
+                body = await run("reward", write_request, function, subject, tokenizer)
                 if child.is_new:
                     begin()
-                    for each in self._functions:
+                    for each in self.functions:
                         await child.ask(each)
                 begin()
                 return _read_rewards(await child.ask(function.ref, body))

@@ -3,40 +3,37 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
-import attrs
 import msgspec
 
 from rollout.agents.ending import Ending
-from rollout.agents.services import Services
 from rollout.agents.trajectory_state import UNRESPONSIVE
-from rollout.chat.reward_values import (
-    GROUP_REWARD,
-    REWARD,
-    apply_reward,
-    check_rewards,
-)
+from rollout.chat.reward_values import GROUP_REWARD, REWARD, apply_reward, check_rewards
 from rollout.chat.trajectory import Group
 from rollout.child_processes import ChildRaisedError
 from rollout.containment import Contained
 from rollout.limits import Deadline
+from rollout.observe.event_stream import NO_TRAJECTORY
+from rollout.observe.events import RewardEnded
 from rollout.scheduling.endings import describe_cause, end_without_reward, exclude
-from rollout.scheduling.rewards.functions import LoadedReward
-from rollout.scheduling.rewards.processes import RewardProcesses
-from rollout.scheduling.trajectory_events import emit_rewarded
+from rollout.scheduling.rewards.functions import SANDBOX
 from rollout.scopes import find_exception
 from rollout.types import Cause, Outcome, Reward
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from rollout.agents.services import Services
     from rollout.chat.trajectory import Trajectory
     from rollout.sandbox.trajectory_sandbox import TrajectorySandbox
     from rollout.scheduling.members import Member
+    from rollout.scheduling.rewards.functions import LoadedReward
+    from rollout.scheduling.rewards.processes import RewardProcesses
 
 logger = logging.getLogger("rollout.scheduling")
 
@@ -45,45 +42,15 @@ MAX_PAUSE_S = 30.0
 LIMIT = "limits.reward_s"
 
 
-@attrs.frozen
-class Rewarding:
-    """The reward functions of a runtime.
-
-    Attributes:
-        services: Have the threads, the limits and the tokenizer with which they are called.
-        single, group: The functions of a trajectory and of a group; None where there is none.
-        processes: Where both run in place of this process; None: they run here.
-    """
-
-    services: Services
-    single: LoadedReward | None = None
-    group: LoadedReward | None = None
-    processes: RewardProcesses | None = None
-
-    async def reward(
-        self,
-        function: LoadedReward,
-        ended: Mapping[Member, Trajectory],
-        sandbox: TrajectorySandbox | None = None,
-    ) -> None:
-        """Call a function for a trajectory, or for the wanted members of a group.
-
-        Those that are not trainable stand in the group, and get no reward. Where none is learned,
-        the outcome of the others says why.
-
-        Args:
-            sandbox: The trajectory's, for a function that names it.
-        """
-        _end_cancelled(ended)
-        if any(trajectory.trainable for trajectory in ended.values()):
-            await RewardCall(self, function, ended, sandbox).run()
-
-
 class RewardCall:
     """A call of a reward function, with its retries; it ends once nobody waits for it.
 
+    It is for a trajectory, or for the wanted members of a group. Those that are not trainable stand
+    in the group, and get no reward. Where none is learned, the outcome of the others says why.
+
     Args:
-        ended: The trajectory, or those of a group.
+        services: Have the threads, the limits and the tokenizer with which it is called.
+        ended: The trajectory, or those of the group.
         sandbox: Of the trajectory, for a function that names it.
 
     Attributes:
@@ -96,16 +63,17 @@ class RewardCall:
 
     def __init__(
         self,
-        rewarding: Rewarding,
+        services: Services,
         function: LoadedReward,
         ended: Mapping[Member, Trajectory],
-        sandbox: TrajectorySandbox | None,
+        sandbox: TrajectorySandbox | None = None,
     ) -> None:
+        _end_cancelled(ended)
         self.since, self.is_group = anyio.current_time(), function.is_group
         self.members = [member for member, each in ended.items() if each.trainable]
-        self._services, self._processes = rewarding.services, rewarding.processes
-        self._function, self._ended, self._sandbox = function, ended, sandbox
-        who = self.members[0].identity
+        self._services, self._function = services, function
+        self._ended, self._sandbox = ended, sandbox
+        who = next(iter(ended)).identity
         of_whom = f"the group {who.uid}" if self.is_group else f"trajectory {who.uid}/{who.member}"
         self._what = f"reward of {of_whom}"
         self._who = GROUP_REWARD if self.is_group else REWARD
@@ -128,6 +96,8 @@ class RewardCall:
         Raises:
             KeyboardInterrupt: Ctrl-C reached the function.
         """
+        if not self.members:
+            return
         answer = self._explain_cancelled() if self._is_over else await self._ask()
         if self.is_group:
             _end_cancelled(self._ended)
@@ -143,15 +113,18 @@ class RewardCall:
             else:
                 end_without_reward(trajectory, failure)
             trajectory.metrics[f"{self._function.what}_s"] = anyio.current_time() - self.since
-        if self._services.events.is_on:
-            emit_rewarded(
-                self._services.events,
-                self.members[0],
-                self.since,
-                None if self.is_group else next(iter(self._ended.values())).reward,
-                "" if failure is None else describe_cause(failure),
-                is_group=self.is_group,
+        events, first = self._services.events, self.members[0]
+        if events.is_on:
+            event = RewardEnded(
+                at=events.now(),
+                trajectory=NO_TRAJECTORY if self.is_group else first.identity.number,
+                batch=first.batch,
+                group=first.identity.group,
+                began=events.since_start(self.since),
+                reward=None if self.is_group else self._ended[first].reward,
+                error="" if failure is None else describe_cause(failure),
             )
+            events.tell_event(event.trajectory, event)
 
     async def _ask(self) -> list[Reward | None] | Ending:
         """Return the rewards of all trajectories, or why there are none."""
@@ -198,12 +171,19 @@ class RewardCall:
     async def _call(self, pause_s: float) -> list[Reward | None]:
         if pause_s:
             await anyio.sleep(pause_s)
+        function, begin, threads = self._function, self._begin, self._services.threads
         subject, tokenizer = self._copy_subject(), self._services.template.tokenizer
-        if self._processes is not None:
-            return await self._processes.score(self._function, subject, tokenizer, self._begin)
-        threads = self._services.threads
-        value = await self._function.call(subject, self._begin, threads, tokenizer, self._sandbox)
-        return check_rewards(value, subject)
+        if function.processes is not None:
+            processes: RewardProcesses = function.processes
+            return await processes.score(function, subject, tokenizer, begin)
+        if function.runs_in_thread:
+            call = function.call_in_thread
+            value = await threads.run(function.what, call, subject, tokenizer, begin=begin)
+        else:
+            begin()
+            named = {} if self._sandbox is None else {SANDBOX: self._sandbox}
+            value = function.function(subject, **named)
+        return check_rewards(await value if inspect.isawaitable(value) else value, subject)
 
     def _copy_subject(self) -> Trajectory | Group:
         """Copy what is judged: nobody sees what a function assigns to it, or to its metrics."""
@@ -234,7 +214,7 @@ class RewardCall:
         assert deadline is not None  # nothing else cancels it
         if self._deadline is None:
             state = "had not been called"
-        elif self._processes is not None:
+        elif self._function.processes is not None:
             state = "had not returned; its process was killed, and another one takes its place"
         elif self._function.runs_in_thread:
             state = "had not returned; its thread is left behind"
