@@ -32,9 +32,11 @@ def check_encodable(text: str) -> None:
     Raises:
         TemplateError: It holds half of a character.
     """
-    if not is_encodable(text):
-        half = next(character for character in text if not is_encodable(character))
-        raise TemplateError(f"the messages hold {half!r}: half of a character, no text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise TemplateError(f"the messages hold {half!r}: half of a character, no text") from None
 
 
 def is_name(value: object) -> TypeGuard[str]:
