@@ -44,11 +44,6 @@ def is_name(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and bool(value) and is_encodable(value)
 
 
-def unencodable_text(value: object) -> str | None:
-    """A text in plain data that UTF-8 cannot carry, names of its objects included."""
-    return next((text for text in list_texts([value]) if not is_encodable(text)), None)
-
-
 def list_texts(values: list[Any]) -> list[str]:
     """The texts in plain data, names of its objects included."""
     texts: list[str] = []
