@@ -173,11 +173,7 @@ class WorkerThreads:
             value = await self.run(name, function, *args)
             if not inspect.isawaitable(value):
                 return value
-
-            async def function() -> Any:
-                return await value
-
-            args = ()
+            function, args = lambda: value, ()
         if backend == "asyncio":
             return await self.run_asyncio(name, function, *args)
         return await function(*args)
