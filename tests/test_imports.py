@@ -53,7 +53,8 @@ def test_adapter_is_importable_without_its_trainer_and_without_torch(trainer: st
     assert not loaded_by(f"import rollout.integrations.{trainer}") & {"torch", "anyio", trainer}
 
 
-ADAPTERS = Path(__file__).parents[1] / "src/rollout/integrations"
+SOURCE = Path(__file__).parents[1] / "src"
+ADAPTERS = SOURCE / "rollout/integrations"
 TRAINERS = {"openrlhf", "prime_rl", "skyrl", "slime", "trl", "verifiers", "verl", "vllm", "sglang"}
 
 
@@ -77,9 +78,10 @@ def test_every_public_name_resolves() -> None:
         rollout.nothing  # type: ignore[attr-defined]  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    "package", ["rollout", "rollout.engine", "rollout.runtime", "rollout.testing"]
-)
+STUBS = [".".join(path.parent.relative_to(SOURCE).parts) for path in SOURCE.rglob("*.pyi")]
+
+
+@pytest.mark.parametrize("package", sorted(STUBS))
 def test_names_that_are_imported_lazily_are_exported_to_type_checkers(package: str) -> None:
     module = importlib.import_module(package)
     stub = ast.parse(Path(str(module.__file__)).with_suffix(".pyi").read_text(encoding="utf-8"))

@@ -75,8 +75,8 @@ Graph = dict[str, set[str]]
 def import_graph(source: Path) -> Graph:
     """Modules below a directory, each with those that it imports, also for types or in functions.
 
-    A lazy `__init__` names its exports under TYPE_CHECKING, which makes them imports too. The face
-    of the whole package, which exports from every floor, is left out.
+    What a package exports by its stub is none: `tools` and `interactions` export verl's readers,
+    which lie above. The face of the whole package, which exports from every floor, is left out.
     """
     paths = {_module_name(path, source): path for path in source.rglob("*.py")}
     graph = {name: imports_of(path, paths) - {name} for name, path in paths.items()}

@@ -66,9 +66,9 @@ async def wait_future(future: Future[T]) -> T:
     return future.result()
 
 
-def settle(future: Future[T], function: Callable[..., T], *args: Any, **named: Any) -> None:
+def settle(future: Future[T], function: Callable[..., T], *args: Any) -> None:
     """Give a future what ``function(*args)`` returns or raises, SystemExit included."""
     try:
-        future.set_result(function(*args, **named))
+        future.set_result(function(*args))
     except BaseException as error:
         future.set_exception(error)

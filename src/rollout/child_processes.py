@@ -27,7 +27,7 @@ import msgspec
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from rollout.limits import cleanup_scope
-from rollout.types import Cause, make_encodable
+from rollout.types import Cause
 from rollout.user_code import FunctionRef, NotImportableError, function_at
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ def _reply(answer: Callable[[Any, bytes], bytes], data: bytes) -> bytes:
             raise ValueError(f"the answer takes {len(body)} bytes; at most {MAX_ANSWER}")
         return msgspec.msgpack.encode(_Reply(body))
     except BaseException as error:
-        return msgspec.msgpack.encode(_Reply(failure=make_encodable(Cause.of(error))))
+        return msgspec.msgpack.encode(_Reply(failure=Cause.of(error)))
 
 
 def resolve_outcome(value: Any) -> Any:

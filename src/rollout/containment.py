@@ -128,9 +128,7 @@ class Contained(Generic[T]):
         self._containment, self._activity = containment, activity
         self._cancelled_at = math.inf
         self._body: StoppableCoroutine | None = None  # while its task runs
-        #: Where it has paused: set when it continues, with `_next`.
-        self._continued: anyio.Event | None = None
-        self._next: Callable[[], Coroutine[Any, Any, T]] | None = None
+        self._continued: anyio.Event | None = None  # once it has paused
 
     def cancel(self) -> None:
         """Cancel the code."""
@@ -153,8 +151,8 @@ class Contained(Generic[T]):
     async def run(self, function: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
         """Run `function` until it has ended or was stopped, and return its value.
 
-        The attributes say how it ended. Code that is paused continues with the function, in the
-        task that it has. Cancellation of the caller passes on to the code, and leaves after that.
+        The attributes say how it ended. Code that is paused continues in place of the function.
+        Cancellation of the caller passes on to the code, and leaves after that.
         """
         await anyio.lowlevel.checkpoint_if_cancelled()
         if self._continued is None:
@@ -166,7 +164,7 @@ class Contained(Generic[T]):
         elif self._body is None:
             return self.value  # the runtime closes, and has ended it already
         else:
-            self._next, self.reported = function, anyio.Event()
+            self.reported = anyio.Event()
             self._continued.set()
         del function  # a partial, whose arguments the coroutine has
         reported = self.reported  # `pause` makes another one
@@ -192,23 +190,17 @@ class Contained(Generic[T]):
         if self._around is not None:
             self._around.unresponsive = self._around.unresponsive or self.unresponsive
 
-    def raise_unresponsive(self) -> None:
-        """Raise where it was stopped."""
-        if self.unresponsive is not None:
-            raise self.unresponsive
+    async def pause(self) -> None:
+        """Within the code: have `run` return already, and wait for the next one.
 
-    async def pause(self) -> Callable[[], Coroutine[Any, Any, T]] | None:
-        """Within the code: have `run` return already; return what the next `run` is called with.
-
-        Both run in one task, to which whatever the first one has open belongs. None where the
-        runtime closes instead.
+        What the code has open, such as a task group, belongs to its task, which goes on. The wait
+        ends too where the runtime closes.
         """
         self.scope.deadline = math.inf
         self._report()
         self._around, self._continued = None, anyio.Event()
         with anyio.CancelScope(shield=True):
             await self._continued.wait()
-        return self._next
 
     def end(self) -> None:
         """Cancel the code, also where it is paused: the runtime closes."""
@@ -407,7 +399,6 @@ async def contain(what: str, function: Callable[[], Awaitable[T]]) -> T:
             value = await code.run(partial(call_foreign, function))
         finally:
             code.mark_outer()
-        code.raise_unresponsive()
-        if code.error is not None:
-            raise code.error
+        if error := code.unresponsive or code.error:
+            raise error
         return cast("T", value)

@@ -6,36 +6,11 @@ import ast
 import importlib
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
+from typing import Any
 
 #: Held while a large library is imported. Two threads that import libraries which import each other
 #: could otherwise find modules that are half made: so Python breaks the deadlock.
 importing = threading.RLock()
-
-
-def lazy_exports(
-    namespace: dict[str, Any], homes: Mapping[str, Sequence[str]]
-) -> Callable[[str], Any]:
-    """A module-level ``__getattr__`` that imports a name from its home when it is first used.
-
-    Args:
-        namespace: The package's ``globals()``.
-        homes: Module names, each with the names that it is the home of.
-    """
-    modules = {name: module for module, names in homes.items() for name in names}
-
-    def import_name(name: str) -> Any:
-        if name not in modules:
-            raise AttributeError(f"module {namespace['__name__']!r} has no attribute {name!r}")
-        with importing:
-            value = namespace[name] = getattr(importlib.import_module(modules[name]), name)
-        return value
-
-    return import_name
 
 
 def export_stub(namespace: dict[str, Any]) -> None:
@@ -45,13 +20,20 @@ def export_stub(namespace: dict[str, Any]) -> None:
         namespace: The package's ``globals()``; ``__init__.pyi`` lies beside its ``__init__.py``.
     """
     file = Path(namespace["__file__"]).with_suffix(".pyi")
-    homes: dict[str, list[str]] = {}
+    homes: dict[str, str] = {}
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom):
-            homes.setdefault(str(node.module), []).extend(alias.name for alias in node.names)
-    names = sorted(name for each in homes.values() for name in each)
-    namespace["__all__"], namespace["__getattr__"] = names, lazy_exports(namespace, homes)
-    namespace["__dir__"] = lambda: [*namespace, *names]
+            homes |= dict.fromkeys((alias.name for alias in node.names), str(node.module))
+
+    def import_name(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {namespace['__name__']!r} has no attribute {name!r}")
+        with importing:
+            value = namespace[name] = getattr(importlib.import_module(homes[name]), name)
+        return value
+
+    namespace["__all__"], namespace["__getattr__"] = sorted(homes), import_name
+    namespace["__dir__"] = lambda: [*namespace, *homes]
 
 
 def import_extra(module: str, extra: str, user: str, kind: type[Exception]) -> Any:

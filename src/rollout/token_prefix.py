@@ -51,12 +51,10 @@ class TokenPrefix(msgspec.Struct, eq=False, gc=False):
             self.pieces.append(piece)
             self.length += len(piece) // 4
 
-    def compute_sum(self, length: int) -> int:
-        """CRC-32 of the first `length` ids; cheap where they are more than the last time."""
-        if length < self._summed:
-            self._sum = self._summed = 0
-        self._sum = zlib.crc32(self.packed(self._summed, length), self._sum)
-        self._summed = length
+    def compute_sum(self) -> int:
+        """CRC-32 of all ids; those that were there the last time are not read again."""
+        self._sum = zlib.crc32(self.packed(self._summed), self._sum)
+        self._summed = self.length
         return self._sum
 
     def packed(self, start: int = 0, stop: int | None = None) -> bytes:

@@ -204,11 +204,19 @@ CANCELLATIONS = frozenset(("CancelledError", "Cancelled"))
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """The root cause of a failure: what was raised, what it said, and where."""
+    """The root cause of a failure: what was raised, what it said, and where.
+
+    Halves of characters, which UTF-8 cannot carry, are written as Python's escapes.
+    """
 
     type: str
     message: str
     traceback: str = ""
+
+    def __post_init__(self) -> None:
+        for field in self.__struct_fields__:
+            text: str = getattr(self, field).encode("utf-8", "backslashreplace").decode()
+            msgspec.structs.force_setattr(self, field, text)
 
     @classmethod
     def of(cls, error: BaseException) -> Cause:
@@ -241,13 +249,6 @@ def name_prompt(prompt: Prompt, uid: str) -> Prompt:
         prompt = copy.copy(prompt)  # `replace` would drop null keys, that is copy messages, again
         msgspec.structs.force_setattr(prompt, "uid", uid)
     return prompt
-
-
-def make_encodable(cause: Cause) -> Cause:
-    """A cause as UTF-8 can carry it."""
-    words = (cause.type, cause.message, cause.traceback)
-    kind, message, traceback = (each.encode("utf-8", "backslashreplace").decode() for each in words)
-    return Cause(type=kind, message=message, traceback=traceback)
 
 
 class _PositionalValue(msgspec.Struct, frozen=True):

@@ -32,19 +32,16 @@ def check_encodable(text: str) -> None:
     Raises:
         TemplateError: It holds half of a character.
     """
-    if not is_encodable(text):
-        half = next(character for character in text if not is_encodable(character))
-        raise TemplateError(f"the messages hold {half!r}: half of a character, no text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise TemplateError(f"the messages hold {half!r}: half of a character, no text") from None
 
 
 def is_name(value: object) -> TypeGuard[str]:
     """Whether it is a text that can be written down: not empty, and UTF-8 can carry it."""
     return isinstance(value, str) and bool(value) and is_encodable(value)
-
-
-def unencodable_text(value: object) -> str | None:
-    """A text in plain data that UTF-8 cannot carry, names of its objects included."""
-    return next((text for text in list_texts([value]) if not is_encodable(text)), None)
 
 
 def list_texts(values: list[Any]) -> list[str]:

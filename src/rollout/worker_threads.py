@@ -1,7 +1,8 @@
 """Threads for code of users, which may not come back, and the asyncio loop in one of them.
 
 All of them are daemons, abandoned where their code does not end, so that no such code holds the
-event loop or the exit of the process.
+event loop or the exit of the process. trio keeps those of single calls for further ones, also where
+asyncio runs: starting a thread waits for it, and where others compute the loop would stand still.
 """
 
 from __future__ import annotations
@@ -9,11 +10,10 @@ from __future__ import annotations
 import asyncio  # noqa: TID251  (one of the two modules that may)
 import inspect
 import math
-import queue
 import threading
 from collections import Counter
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -74,24 +74,6 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-class _Worker:
-    """A daemon thread that runs one job after another.
-
-    Kept for further jobs, because starting a thread waits for it: where other threads compute, the
-    event loop would stand still for some milliseconds.
-    """
-
-    def __init__(self) -> None:
-        self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._run, name="rollout-worker", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        while (job := self.jobs.get()) is not None:
-            job()
-            del job  # else what it was called with stays until the next one
-
-
 class WorkerThreads:
     """Daemon threads for sync tools and sync reward functions, and one with a loop of asyncio's.
 
@@ -118,9 +100,7 @@ class WorkerThreads:
         self._limiter = anyio.CapacityLimiter(max_threads)
         self._max_abandoned, self._cleanup_s = max_abandoned, cleanup_s
         self._watch = watch if may_leave_loop() else None
-        self._idle: list[_Worker] = []
         self._abandoned: Counter[str] = Counter()
-        self._is_closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread: threading.Thread | None = None
         self._leave_loop = asyncio.Event()
@@ -162,23 +142,22 @@ class WorkerThreads:
         For calls that are bounded in number elsewhere, and long. Cancellation abandons the thread
         where its function does not return within `patience_s`.
         """
+        from trio.lowlevel import start_thread_soon  # under asyncio anyio's threads are no daemons
+
         self._refuse_beyond_cap(name)
         result: Future[T] = Future()
-        context = copy_context()
+        result.set_running_or_notify_cancel()  # it begins, whatever becomes of the caller
+        context, thread = copy_context(), None
         context.run(sniffio.current_async_library_cvar.set, None)  # no loop runs in the thread
         context.run(enter_containment, None)
-        worker = self._idle.pop() if self._idle else _Worker()
-        result.set_running_or_notify_cancel()  # it begins, whatever becomes of the caller
 
-        def job() -> None:
-            context.run(settle, result, function, *args)
-            self._idle.append(worker)
-            if self._is_closed:  # meanwhile, and nothing else will end this one
-                self.close()
+        def work() -> T:
+            nonlocal thread
+            thread = threading.current_thread()
+            return context.run(function, *args)
 
-        worker.jobs.put(job)
-        where = note_where_it_waits(lambda: find_thread_frames(worker.thread))
-        with thread_entry.waiting(), where:
+        start_thread_soon(work, lambda ended: settle(result, ended.unwrap), "rollout-worker")
+        with thread_entry.waiting(), note_where_it_waits(lambda: find_thread_frames(thread)):
             return await self._wait_for(result, name, patience_s)
 
     async def call(
@@ -194,11 +173,7 @@ class WorkerThreads:
             value = await self.run(name, function, *args)
             if not inspect.isawaitable(value):
                 return value
-
-            async def function() -> Any:
-                return await value
-
-            args = ()
+            function, args = lambda: value, ()
         if backend == "asyncio":
             return await self.run_asyncio(name, function, *args)
         return await function(*args)
@@ -312,12 +287,9 @@ class WorkerThreads:
             )
 
     def close(self) -> None:
-        """End idle threads and the loop; running code ends by itself, left behind."""
-        if self._loop is not None and self._loop_thread is not None and not self._is_closed:
+        """End the loop; running code ends by itself, left behind."""
+        thread, self._loop_thread = self._loop_thread, None
+        if self._loop is not None and thread is not None:
             self._loop.call_soon_threadsafe(self._leave_loop.set)
             if not self.abandoned:  # else it may take for ever, and our loop waits here
-                self._loop_thread.join(timeout=LAST_STEPS_S)
-        self._is_closed = True
-        with suppress(IndexError):  # a thread that has just finished may empty the list with us
-            while True:
-                self._idle.pop().jobs.put(None)
+                thread.join(timeout=LAST_STEPS_S)

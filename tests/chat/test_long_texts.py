@@ -19,13 +19,14 @@ import rollout
 from chat_material import VOCABULARIES, chat, tokenizer
 from rollout import AgentLoop, Outcome, Prompt, register_agent
 from rollout.agents import rendering
-from rollout.agents.long_texts import is_long, make_text_thread, run_text
+from rollout.agents.long_texts import is_long, run_text
 from rollout.chat.encoding import TextEncoder, TooManyTokens, WrittenText, get_encoder
 from rollout.chat.tokenizer_backend import COMPOSED, LONG, longest_token
 from rollout.config import AgentConfig, LengthsConfig
 from rollout.interactions import ScriptedUser
 from rollout.testing import Scenario, encode_text
 from rollout.types import Message
+from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
     from rollout.agents import AgentContext
@@ -289,11 +290,10 @@ async def test_user_who_says_megabytes_ends_by_length(anyio_backend: Any) -> Non
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.anyio
 async def test_long_work_leaves_the_loop_to_others(anyio_backend: Any) -> None:
-    texts, was_seen = make_text_thread(), threading.Event()
+    texts, was_seen = WorkerThreads(), threading.Event()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(anyio.to_thread.run_sync, was_seen.set)  # by a turn of the loop
         assert await run_text(texts, True, was_seen.wait, 60)
-    texts.close()
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
@@ -301,14 +301,13 @@ async def test_long_work_leaves_the_loop_to_others(anyio_backend: Any) -> None:
 async def test_long_work_is_left_behind_and_counted_where_its_trajectory_ends(
     anyio_backend: Any,
 ) -> None:
-    texts, may_end = make_text_thread(), threading.Event()
+    texts, may_end = WorkerThreads(), threading.Event()
     with anyio.move_on_after(0.01):
         await run_text(texts, True, may_end.wait)
     assert texts.abandoned == {"rollout.chat": 1}
     may_end.set()
     while texts.abandoned:
         await anyio.lowlevel.checkpoint()
-    texts.close()
 
 
 @pytest.mark.parametrize(

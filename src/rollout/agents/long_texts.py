@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
 
@@ -19,19 +18,14 @@ _OVERHEAD = 16
 NAME = "rollout.chat"
 
 
-def make_text_thread() -> WorkerThreads:
-    """A thread of their own, so that long texts wait for no tool.
-
-    Rendering and encoding a megabyte takes a quarter of a second. What is left behind there is
-    bounded, as texts for which there is no room are given up early.
-    """
-    return WorkerThreads(max_threads=1, max_abandoned=sys.maxsize)
-
-
 async def run_text(
     thread: WorkerThreads, is_much: bool, function: Callable[..., T], *args: object
 ) -> T:
-    """``function(*args)``, in the thread where it is long work; cancellation leaves it behind."""
+    """``function(*args)``, in the thread where it is long work; cancellation leaves it behind.
+
+    Rendering and encoding a megabyte takes a quarter of a second. What is left behind is bounded,
+    as texts for which there is no room are given up early.
+    """
     if not is_much or not may_leave_loop():
         return function(*args)
     return await thread.run(NAME, function, *args)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -64,7 +63,7 @@ class MediaIntake:
         ids = () if processor is None else processor.placeholder_ids.values()
         self.placeholders = tuple(sorted(ids))
         self._fetcher = fetcher
-        self._threads = WorkerThreads(max_threads=limits.max_threads, max_abandoned=sys.maxsize)
+        self._threads = WorkerThreads(max_threads=limits.max_threads)
         #: Lists that several trajectories begin with, and what came of reading their media; each
         #: holds its list, so that no other one gets its id.
         self._readings: OrderedDict[int, tuple[Given, anyio.Lock, list[Given]]] = OrderedDict()
@@ -146,9 +145,8 @@ class MediaIntake:
         return msgspec.structs.replace(result, **read)
 
     def close(self) -> None:
-        """End the threads; one that works ends by itself."""
+        """Forget what was read."""
         self._readings.clear()
-        self._threads.close()
 
     def _check_count(self, count: int) -> None:
         most = self._limits.max_count

@@ -24,7 +24,7 @@ TurnId = tuple[str, int]
 
 def make_turn_question(prefix: TokenPrefix, seed: int) -> Question:
     """Make the question of a turn that continues these tokens with this seed."""
-    return prefix.length, prefix.compute_sum(prefix.length), seed
+    return prefix.length, prefix.compute_sum(), seed
 
 
 def make_calls_question(

@@ -25,7 +25,7 @@ from rollout.media.records import (
     record_prompt_messages,
 )
 from rollout.medium import Media, PlacedMedia
-from rollout.types import Cause, Message, Prompt, ToolCall, make_encodable
+from rollout.types import Cause, Message, Prompt, ToolCall
 from rollout.utf8 import encodable
 
 #: Makes plain data of a value of a user's; the text says where it stands, for errors.
@@ -81,7 +81,7 @@ CompleteTrajectory = tuple[TrajectoryRecord[Span, Any], dict[str, bytes]]
 _VALUES = ("reward", "turn_scores", "tool_rewards", "metrics", "extra")
 #: Of a segment, in the same form in its record and its row.
 SEGMENT_FACTS = ("purpose", "parent", "trainable", "session_id", "seeds")
-_SAME = tuple(name for name in TrajectoryFacts.__struct_fields__ if name not in _VALUES)
+_SAME = {*TrajectoryFacts.__struct_fields__, "cause", "history"} - {*_VALUES}
 
 
 def pack_trajectory(
@@ -115,14 +115,11 @@ def pack_trajectory(
             messages=None if is_shared else pack_messages(segment.messages),
         )
 
-    cause = trajectory.cause
     return TrajectoryRecord(
         **{name: getattr(trajectory, name) for name in _SAME},
         **{name: write(getattr(trajectory, name), name) for name in _VALUES},
-        cause=None if cause is None else make_encodable(cause),
         messages=pack_messages(trajectory.messages),
         spans=list(trajectory.transcript.spans),
-        history=trajectory.history,
         segments=list(map(pack_segment, trajectory.segments)),
     )
 
@@ -155,7 +152,7 @@ def unpack_trajectory(
         )
 
     return Trajectory(
-        **{name: getattr(record, name) for name in (*_SAME, *_VALUES, "cause", "history")},
+        **{name: getattr(record, name) for name in (*_SAME, *_VALUES)},
         prompt=prompt,  # type: ignore[arg-type]
         segments=list(map(unpack_segment, record.segments)),
         messages=conversation,

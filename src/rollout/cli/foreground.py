@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -149,7 +149,6 @@ async def run_job(job: ForegroundJob, console: Console) -> JobResult:
 
 async def _perform(job: ForegroundJob, run: _Run, console: Console) -> None:
     with (
-        closing(run.threads),
         ProgressDisplay(console) as display,
         run.without_lag_warnings(),
         explaining_at_signal(run.explain),

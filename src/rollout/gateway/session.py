@@ -325,7 +325,7 @@ class GatewaySession:
         gives the same turn after the same tokens, another one in each member of a group.
         """
         prefix, identity = conversation.transcript.prefix, self._context.identity
-        position = (len(prefix), prefix.compute_sum(len(prefix)) or 0)
+        position = (len(prefix), prefix.compute_sum())
         sibling = self._siblings[position]
         self._siblings[position] += 1
         ends = (sibling,) if call.seed is None else ("client", call.seed, number)

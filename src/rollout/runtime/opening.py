@@ -10,7 +10,6 @@ import anyio
 
 from rollout.agents import AgentLoop, get_agent
 from rollout.agents.agent_loop import find_class
-from rollout.agents.long_texts import make_text_thread
 from rollout.agents.media_intake import MediaFetcher, MediaIntake
 from rollout.agents.prompt_sampling import make_sampling
 from rollout.agents.services import Services
@@ -228,7 +227,7 @@ async def open_rollout_on(
             threads=threads,
             containment=containment,
             events=events,
-            texts=stack.enter_context(closing(make_text_thread())),
+            texts=WorkerThreads(),  # where no text waits for a tool
             media=stack.enter_context(closing(intake)),
         )
         runner = TrajectoryRunner(

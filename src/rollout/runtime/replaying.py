@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack, closing
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import attrs
 import msgspec
 
 from rollout.agents import get_agent
-from rollout.agents.long_texts import make_text_thread
 from rollout.agents.media_intake import MediaIntake
 from rollout.agents.services import Services
 from rollout.agents.turn import TurnReader
@@ -178,8 +177,8 @@ async def replay(
             tally=Tally(),
             threads=threads,
             containment=await stack.enter_async_context(open_containment(config.limits.cleanup_s)),
-            texts=stack.enter_context(closing(make_text_thread())),
-            media=stack.enter_context(closing(MediaIntake(config.media, template.processor))),
+            texts=WorkerThreads(),
+            media=MediaIntake(config.media, template.processor),
         )
         await stack.enter_async_context(serve_gateway(services))
         return await _run(record, services, on_step)

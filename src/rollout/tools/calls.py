@@ -125,8 +125,8 @@ async def attempt(
                 tally.unresponsive += 1
                 logger.warning("%s", code.unresponsive)
     error, stopped = code.error, code.unresponsive
-    if tally is None:
-        code.raise_unresponsive()
+    if stopped is not None and tally is None:
+        raise stopped
     if error is None and stopped is None and not code.was_cancelled:
         return cast("T", code.value)
     if error is not None and (interrupt := find_exception(error, KeyboardInterrupt)):

@@ -442,7 +442,8 @@ class TrajectoryTools:
             self._closing.push_async_callback(self._close_session, tool.name, session, code)
             if code is not None:
                 limit.release()
-                await (await code.pause() or session.close)()
+                await code.pause()
+                await session.close()
 
     async def calc_rewards(self) -> list[float]:
         """Rewards of the tools that were used, in the order of their first use; sets `reward`.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollout.errors import ToolError
-from rollout.lazy import lazy_exports
 from rollout.tools.tool import Tool, ToolProvider
 from rollout.user_code import UserCodeError, run_file
 
@@ -15,10 +15,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 #: What reads verl's own registry of functions lives above; it is imported where verl is.
-_import_reader = lazy_exports(
-    {"__name__": __name__},
-    {"rollout.integrations.verl.function_tools": ("forget_functions", "find_functions")},
-)
+READER = "rollout.integrations.verl.function_tools"
 
 
 def load_tools(path: str | Path) -> list[Tool | ToolProvider]:
@@ -31,7 +28,7 @@ def load_tools(path: str | Path) -> list[Tool | ToolProvider]:
     if not file.is_file():
         raise ToolError(f"load_tools: {path} is no file")
     if "verl" in sys.modules:
-        _import_reader("forget_functions")(file)
+        importlib.import_module(READER).forget_functions(file)
     try:
         return find_tools(run_file(file))
     except (UserCodeError, ToolError) as error:
@@ -42,8 +39,10 @@ def find_tools(module: ModuleType) -> list[Tool | ToolProvider]:
     """The tools at the top level of a module; a `ToolError` where it has none."""
     values = vars(module).values()
     tools = {id(value): value for value in values if isinstance(value, Tool | ToolProvider)}
-    functions = _import_reader("find_functions")(module) if "verl" in sys.modules else ()
-    if found := [*tools.values(), *functions]:
+    found = list(tools.values())
+    if "verl" in sys.modules:
+        found += importlib.import_module(READER).find_functions(module)
+    if found:
         return found
     expected = "functions decorated with @rollout.function_tool, or Tool objects"
     raise ToolError(f"no tools; expected {expected}, at the top level of the file")

@@ -21,7 +21,7 @@ from rollout.chat.parsers.json_calls import (
 )
 from rollout.chat.parsers.registry import ParsedTurn, read_function, strip_stop
 from rollout.types import InvalidToolCall, ToolCall
-from rollout.utf8 import encodable, is_name, unencodable_text
+from rollout.utf8 import encodable, is_encodable, is_name, list_texts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -211,8 +211,8 @@ class TurnScan:
         """
         raw = self.text[start:stop]
         if "\\" in raw or not raw.isascii():  # no other spelling of what is no text
-            half = unencodable_text([name, arguments])
-            if half is not None:
+            texts = list_texts([name, arguments])
+            if (half := next((text for text in texts if not is_encodable(text)), None)) is not None:
                 return self.add_invalid(start, stop, f"half of a character in {half!r:.80}")
         if not is_name(call_id) or call_id.isspace() or call_id in self._ids:
             number = len(self._calls)

@@ -5,15 +5,7 @@ turns our options into its own, `translation` requests into its fields and its a
 `plugin` and `cpu_platform` let an unmodified SGLang run on a CPU.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from rollout.lazy import lazy_exports
-
-if TYPE_CHECKING:
-    from rollout.engine.cores.sglang.sglang_core import SGLangCore
+from rollout.lazy import export_stub
 
 # SGLang loads `plugin` in each of its processes: importing this package must stay cheap.
-__all__ = ["SGLangCore"]
-__getattr__ = lazy_exports(globals(), {"rollout.engine.cores.sglang.sglang_core": ("SGLangCore",)})
+export_stub(globals())
