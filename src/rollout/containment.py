@@ -96,26 +96,6 @@ class Contained(Generic[T]):
         reported: Set when nobody waits for it any more; another one after `pause`.
     """
 
-    __slots__ = (
-        "_activity",
-        "_around",
-        "_body",
-        "_cancelled_at",
-        "_containment",
-        "_continued",
-        "_next",
-        "error",
-        "find_frames_elsewhere",
-        "inner",
-        "reported",
-        "scope",
-        "since",
-        "unresponsive",
-        "value",
-        "was_cancelled",
-        "what",
-    )
-
     def __init__(self, containment: Containment, what: str, activity: object = None) -> None:
         self.what, self.since, self._around = what, containment.clock(), _around.get()
         self.scope, self.reported = anyio.CancelScope(), anyio.Event()
