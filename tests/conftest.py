@@ -9,10 +9,13 @@ import shutil
 import signal
 import sys
 import tempfile
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+from rollout.runtime.collector import collecting_seldom
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
@@ -56,6 +59,8 @@ def threads() -> Iterator[WorkerThreads]:
 ALONE = {
     **dict.fromkeys(
         (
+            "test_chat_formats.py",
+            "test_check_template.py",
             "test_long_texts.py",
             "test_shipped_templates.py",
             "test_template_looks.py",
@@ -89,15 +94,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported stays: garbage is looked for afterwards, and seldom.
-
-    A full look is at eight thousand modules by then, and takes a second.
-    """
+    """What is imported stays: garbage is looked for afterwards, and seldom."""
     gc.disable()
     result = yield
     gc.set_threshold(10_000, 10, 100)
     gc.enable()
+    _collect_seldom()
     return result
+
+
+_collector = ExitStack()
+
+
+def _collect_seldom() -> None:
+    """As if a runtime were open from now on: no collection looks at what has been imported.
+
+    A full look is at eight thousand modules, and takes a second.
+    """
+    freeze = _collector.enter_context(collecting_seldom(is_wanted=True))
+    freeze()
+
+
+@pytest.fixture
+def collector_of_users() -> Iterator[None]:
+    """Python's collector as it begins, which is an open runtime's to change."""
+    before = gc.get_threshold()
+    _collector.close()
+    gc.set_threshold(700, 10, 10)
+    yield
+    gc.set_threshold(*before)
+    _collect_seldom()
 
 
 @pytest.fixture

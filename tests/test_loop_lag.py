@@ -66,6 +66,7 @@ async def test_virtual_clock_has_no_watchdog_and_no_figure() -> None:
     assert "loop_lag_s/max" not in batch.metrics
 
 
+@pytest.mark.usefixtures("collector_of_users")  # a full collection takes long
 def test_blocked_by_garbage_collections_says_so(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> float:
         """How much of a core the loop got."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import anyio
@@ -17,7 +15,11 @@ from rollout.clocks import thread_cpu
 from rollout.config import SchedulingConfig
 from rollout.testing import Scenario
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("collector_of_users"),
+]
 
 COUNT = 10_000
 #: CPU seconds of the loop's thread, on a machine with nothing else to do.
@@ -31,15 +33,6 @@ class WaitsForEver(AgentLoop):
 
     async def run(self, context: AgentContext) -> None:
         await anyio.sleep_forever()
-
-
-@pytest.fixture(autouse=True)
-def thresholds_of_users() -> Iterator[None]:
-    """Those that Python begins with, which an open runtime replaces; tests have others."""
-    before = gc.get_threshold()
-    gc.set_threshold(700, 10, 10)
-    yield
-    gc.set_threshold(*before)
 
 
 @pytest.mark.parametrize("how", ["runtime.cancel", "the caller's cancellation"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import functools
 import io
 import json
 import os
@@ -163,7 +162,7 @@ PLAYLISTS = {
 }
 
 
-@functools.cache
+@pytest.fixture(scope="module")
 def bad_media() -> dict[str, tuple[Any, str]]:
     """What a prompt or a tool may show, and what is said of it; made when it is wanted."""
     return {
@@ -239,17 +238,21 @@ def bad_media() -> dict[str, tuple[Any, str]]:
     }
 
 
-async def test_prompt_with_bad_media_is_rejected_by_name(folder: Path) -> None:
-    batch = await play(config_of(folder), *(content for content, _ in bad_media().values()))
-    for (name, (_, said)), trajectory in zip(bad_media().items(), batch.trajectories, strict=True):
+async def test_prompt_with_bad_media_is_rejected_by_name(
+    folder: Path, bad_media: dict[str, tuple[Any, str]]
+) -> None:
+    batch = await play(config_of(folder), *(content for content, _ in bad_media.values()))
+    for (name, (_, said)), trajectory in zip(bad_media.items(), batch.trajectories, strict=True):
         assert (trajectory.outcome, trajectory.reason) == (Outcome.REJECTED, "bad_message"), name
         assert trajectory.cause is not None
         assert said in trajectory.cause.message, (name, trajectory.cause.message)
         assert trajectory.cause.message.startswith("messages[0]: content[") or name == "thin", name
 
 
-async def test_tool_that_shows_bad_media_answers_with_the_error(folder: Path) -> None:
-    bad = {name: each for name, each in bad_media().items() if name not in ("audio", "thin")}
+async def test_tool_that_shows_bad_media_answers_with_the_error(
+    folder: Path, bad_media: dict[str, tuple[Any, str]]
+) -> None:
+    bad = {name: each for name, each in bad_media.items() if name not in ("audio", "thin")}
     parts = [part for (*_, part), _ in bad.values()]
     left = iter(parts)
 

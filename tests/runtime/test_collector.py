@@ -27,14 +27,11 @@ class Knot:
 
 
 @pytest.fixture(autouse=True)
-def _thawed() -> Iterator[None]:
-    assert gc.get_freeze_count() == 0
-    before = gc.get_threshold()
-    gc.set_threshold(*PYTHONS)
+def _thawed(collector_of_users: None) -> Iterator[None]:
+    assert settings() == (False, PYTHONS)
     yield
     gc.enable()
     gc.unfreeze()
-    gc.set_threshold(*before)
 
 
 def settings() -> tuple[bool, tuple[int, int, int]]:

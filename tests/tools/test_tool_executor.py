@@ -576,12 +576,12 @@ def test_run_asyncio_tool_that_cancels_itself_is_an_error_result(
 def test_run_keyboard_interrupt_passes_as_itself(
     executor: Open, backend: str, grouped: bool
 ) -> None:
-    error: BaseException = KeyboardInterrupt("stop")
-    if grouped:
-        error = BaseExceptionGroup("group", [ValueError("x"), error])
     log: list[str] = []
 
     async def main() -> None:
+        error: BaseException = KeyboardInterrupt("stop")  # its traceback has the interrupted task
+        if grouped:
+            error = BaseExceptionGroup("group", [ValueError("x"), error])
         tools = opened(executor(Recorder("a", log, execute=raising(error)), forever))
         await run(tools, call("a"), call("forever"))
 
