@@ -114,7 +114,7 @@ class SGLangCore(BaseCore[AnswerReader]):
             yield refusal
             return
         assert self._sglang is not None
-        entry = AnswerReader(request.request_id, self._sglang.count_unwanted_experts(request))
+        entry = AnswerReader(request.request_id)
         entry.is_buffering = self._is_loading
         self._open[request.request_id] = entry
         try:
