@@ -294,8 +294,6 @@ class SGLangCore(BaseCore[AnswerReader]):
                 answer = await anext(answers)
                 self._preemptions += answer["meta_info"].get("num_retractions") or 0
                 chunks = entry.read(answer)
-                for chunk in chunks:
-                    entry.note(chunk)
                 self._sampled += sum(len(chunk.ids) for chunk in chunks) // 4
                 return chunks
         except Exception as error:

@@ -174,6 +174,7 @@ class AnswerReader(OpenRequest):
         chunks = self._by_version(answer, meta)
         if self.tokens < count or not chunks:  # a version of SGLang that names no spans
             chunks.append(self._chunk(answer, max(count, self.tokens), version))
+        self.is_over = True
         reason, error = read_finish(meta["finish_reason"])
         chunks[-1] = msgspec.structs.replace(
             chunks[-1],
