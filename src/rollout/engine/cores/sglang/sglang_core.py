@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import msgspec
 from anyio import to_thread
-from anyio.lowlevel import current_token
 
-from rollout.bridge import wait_future
+from rollout.bridge import runs_on_trio, wait_future
 from rollout.engine.core import (
     CORE_CLOSE_S,
     TAGS_OF_LEVEL,
@@ -88,7 +87,7 @@ class SGLangCore(BaseCore[AnswerReader]):
         """
         if self._server_thread is not None:
             raise RuntimeError("SGLangCore.start: started already")
-        if hasattr(current_token().native_token, "run_sync_soon"):
+        if runs_on_trio():
             raise EngineError("SGLang needs an event loop of asyncio; this one is trio's")
         if threading.current_thread() is threading.main_thread():
             # A scheduler that fails to start sends it, and the default action is to die of it.

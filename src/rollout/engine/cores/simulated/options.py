@@ -169,8 +169,11 @@ class Faults(_Section, frozen=True, kw_only=True):
             "reorder": self.reordered_answers,
             "wrong_length": self.wrong_length,
         }
-        drawn = {name for name, share in shares.items() if share > 0}
-        return {name for name in drawn if stable_share(seed, name, number) < shares[name]}
+        return {
+            name
+            for name, share in shares.items()
+            if share > 0 and stable_share(seed, name, number) < share
+        }
 
 
 class ScenarioOptions(_Section, frozen=True, kw_only=True):
