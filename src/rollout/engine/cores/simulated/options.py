@@ -169,11 +169,8 @@ class Faults(_Section, frozen=True, kw_only=True):
             "reorder": self.reordered_answers,
             "wrong_length": self.wrong_length,
         }
-        return {
-            name
-            for name, share in shares.items()
-            if share > 0 and stable_share(seed, name, number) < share
-        }
+        drawn = {name for name, share in shares.items() if share > 0}
+        return {name for name in drawn if stable_share(seed, name, number) < shares[name]}
 
 
 class ScenarioOptions(_Section, frozen=True, kw_only=True):
