@@ -8,13 +8,13 @@ Answers each line with one of JSON; a plan with the seconds that it took.
 from __future__ import annotations
 
 import asyncio  # noqa: TID251  (SGLang is written for it)
+import inspect
 import json
 import os
 import sys
 import time  # noqa: TID251  (what is measured here)
 from typing import Any
 
-from rollout.engine.cores.sglang.adapter import list_fields
 from rollout.engine.cores.sglang.plugin import CPU_VARIABLE
 from rollout.engine.cores.sglang.server_arguments import SGLangOptions, engine_arguments
 
@@ -51,7 +51,8 @@ def main() -> None:
     import sglang
     from sglang.srt.server_args import ServerArgs
 
-    engine = sglang.Engine(**engine_arguments(options, options.model, list_fields(ServerArgs)))
+    known = inspect.signature(ServerArgs).parameters
+    engine = sglang.Engine(**engine_arguments(options, options.model, known))
     print(json.dumps({"ready": True}), file=answers)
     for line in sys.stdin:
         done = engine.loop.run_until_complete(run_plan(engine, json.loads(line)))

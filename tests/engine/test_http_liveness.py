@@ -280,19 +280,6 @@ async def test_http_sglang_is_never_asked_for_its_health(
     assert len(server.posts("/model_info")) >= 25
 
 
-async def test_http_older_sglang_is_asked_by_older_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = Server(seconds=30)
-    del server._routes["GET /server_info"]
-    for path in ("/get_server_info", "/get_model_info"):
-        server.on_control(f"GET {path}", '{"max_req_input_len": 2042}')
-    async with serving(server, tmp_path, monkeypatch) as (pool, _):
-        assert await ask(pool) == [3, 4]
-    assert server.posts("/model_info") == []
-    assert len(server.posts("/get_model_info")) >= 25
-
-
 @pytest.mark.parametrize("api", APIS)
 async def test_http_server_whose_process_is_gone_is_lost_and_its_requests_resume(
     api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

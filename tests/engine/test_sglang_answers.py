@@ -205,9 +205,8 @@ def test_arguments_on_a_cpu_need_no_kernels() -> None:
     assert "enable_deterministic_inference" not in arguments
 
 
-def test_arguments_that_an_old_version_lacks_are_left_out_unless_they_matter() -> None:
+def test_arguments_that_the_installed_version_lacks_are_refused_by_name() -> None:
     options = SGLangOptions(model="m", device="cpu")
-    assert "sleep_on_idle" not in engine_arguments(options, "m", KNOWN - {"sleep_on_idle"})
     with pytest.raises(EngineError, match=r"^the installed SGLang has no argument tp_size; exp"):
         engine_arguments(options, "m", KNOWN - {"tp_size"})
     asked_for = SGLangOptions(model="m", server_args={"new_thing": 1})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import anyio
 import attrs
@@ -63,9 +64,6 @@ class RunningSGLang:
 
     async def load_from_disk(self, path: str, version: int) -> None:
         self.asked.append(("load", version))
-
-    def count_unwanted_experts(self, request: GenerationRequest) -> int:
-        return 0
 
     async def media_fields(self, request: GenerationRequest) -> dict[str, Any]:
         return {}
@@ -160,15 +158,8 @@ async def test_weights_that_sglang_may_have_loaded_in_part_break_the_engine(faul
                 raise RuntimeError("out of memory")
             return False, "RuntimeError: out of memory"
 
-    @attrs.define
-    class Request:
-        __struct_fields__ = ()
-
-    types: Any = type("io_struct", (), {})
-    for name in ("UpdateWeightFromDisk", "PauseGeneration", "ContinueGeneration"):
-        setattr(types, f"{name}ReqInput", Request)
-    sglang = object.__new__(SGLang)
-    sglang._tokens, sglang._types = Tokens(), types
+    sglang: Any = object.__new__(SGLang)
+    sglang._tokens, sglang._types = Tokens(), Mock()
     with pytest.raises(EngineBroken) as caught:
         await sglang.load_from_disk("/w", 3)
     assert str(caught.value) == "SGLang did not load /w: RuntimeError: out of memory"

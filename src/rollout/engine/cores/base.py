@@ -50,11 +50,6 @@ class OpenRequest:
             yield
         self._scope = None
 
-    def note(self, chunk: Chunk) -> None:
-        """Count a chunk that leaves."""
-        self.tokens = chunk.offset + len(chunk.ids) // 4
-        self.is_over = chunk.finish_reason is not None
-
     def give_up(self, reason: FinishReason, error: str = "", *, is_fatal: bool = False) -> None:
         """No answer will come: `last_chunk` ends the request. The first call counts."""
         self._end = self._end or (reason, error, is_fatal)
@@ -66,9 +61,12 @@ class OpenRequest:
         assert self._end is not None
         self.is_over = True
         reason, error, is_fatal = self._end
-        rid, count = self.request_id, self.tokens
         return Chunk(
-            request_id=rid, offset=count, finish_reason=reason, error=error, is_fatal=is_fatal
+            request_id=self.request_id,
+            offset=self.tokens,
+            finish_reason=reason,
+            error=error,
+            is_fatal=is_fatal,
         )
 
 

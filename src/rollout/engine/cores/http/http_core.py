@@ -192,8 +192,6 @@ class HttpCore(BaseCore[_Reader]):
                 if chunks and chunks[-1].finish_reason == "error":
                     text = f"{url}: {chunks[-1].error}"
                     chunks[-1] = msgspec.structs.replace(chunks[-1], error=text)
-                for chunk in chunks:
-                    entry.note(chunk)
                 self._sampled += sum(len(chunk.ids) for chunk in chunks) // 4
                 return chunks
         except StopAsyncIteration:

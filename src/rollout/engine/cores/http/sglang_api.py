@@ -11,7 +11,6 @@ import msgspec
 
 from rollout.engine.core import Chunk, Id, Natural, unpack_ids
 from rollout.engine.cores.checks import LogProb, read_fields
-from rollout.engine.cores.http.client import HttpError
 from rollout.engine.cores.sglang.translation import (
     COUNT,
     IDS,
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 
     from rollout.engine.core import GenerationRequest
     from rollout.engine.cores.http.client import HttpClient
-
-NOT_FOUND = 404
 
 
 class SGLangApi:
@@ -58,13 +55,7 @@ class SGLangApi:
 
     async def describe(self, client: HttpClient) -> tuple[int | None, int]:
         """The context length and the weight version that the server names."""
-        try:
-            facts = await client.get("/server_info")
-        except HttpError as error:
-            if error.status != NOT_FOUND:
-                raise
-            facts = await client.get("/get_server_info")  # its name in older versions
-            self.liveness_path = "/get_model_info"
+        facts = await client.get("/server_info")
         self._is_incremental = bool(facts.get("incremental_streaming_output"))
         self._is_deterministic = bool(facts.get("enable_deterministic_inference"))
         if facts.get("enable_priority_scheduling"):  # other servers may refuse priorities

@@ -150,10 +150,12 @@ class VllmReader(OpenRequest):
         reason = choice.finish_reason
         finish = None if reason is None else FINISH.get(reason, "error")
         scored = [] if choice.logprobs is None else choice.logprobs.token_logprobs
+        start, self.tokens = self.tokens, self.tokens + len(choice.token_ids)
+        self.is_over = finish is not None
         return [
             Chunk(
                 request_id=self.request_id,
-                offset=self.tokens,
+                offset=start,
                 ids=array("i", choice.token_ids).tobytes(),
                 log_probs=array("f", scored).tobytes(),
                 finish_reason=finish,

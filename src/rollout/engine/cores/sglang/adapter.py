@@ -1,14 +1,13 @@
 """The one module that knows SGLang's API.
 
-Versions 0.5.17 to 0.5.23 differ: what they have is looked up when the engine starts. Importing
-SGLang and starting it block for many seconds: `SGLang` is made in a `ServerThread`, and everything
-else of it is called on the event loop.
+Written for versions 0.5.17 to 0.5.23. Importing SGLang and starting it block for many seconds:
+`SGLang` is made in a `ServerThread`, and everything else of it is called on the event loop.
 """
 
 from __future__ import annotations
 
 import atexit
-import dataclasses
+import inspect
 import multiprocessing
 import os
 import signal
@@ -74,7 +73,8 @@ class SGLang:
             ) from error
         if options.is_follower:  # its constructor would not return before SGLang ends
             os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
-        arguments = engine_arguments(options, model_path, list_fields(ServerArgs))
+        known = inspect.signature(ServerArgs).parameters
+        arguments = engine_arguments(options, model_path, known)
         before = set(multiprocessing.active_children())
         try:
             self._engine: Any = sglang.Engine(**arguments)
@@ -82,14 +82,12 @@ class SGLang:
             raise EngineError(f"SGLang did not start: {type(error).__name__}: {error}") from error
         atexit.unregister(self._engine.shutdown)
         self._tokens: Any = self._engine.tokenizer_manager
-        watchdog = getattr(self._tokens, "_subprocess_watchdog", None)
-        if watchdog is not None:  # it ends the process at once where a scheduler ends
-            watchdog.stop()
+        if self._tokens._subprocess_watchdog is not None:  # it would end us with a scheduler
+            self._tokens._subprocess_watchdog.stop()
         self._processes = [p for p in multiprocessing.active_children() if p not in before]
         if options.is_follower:  # there is nothing to ask: all requests come through rank 0
             return
         self._types: Any = io_struct
-        self._request_fields = list_fields(io_struct.GenerateReqInput)
         self.names_versions = hasattr(io_struct, "WeightVersionSpans")
         self.media, kinds, no_media = open_media_inputs(
             self._tokens.model_config.hf_config.model_type,
@@ -114,12 +112,8 @@ class SGLang:
             loop.add_signal_handler(signal.SIGTERM, on_terminate)
 
     def generate(self, **fields: Any) -> AsyncGenerator[Mapping[str, Any], None]:
-        """The answers to one request, for an `AnswerReader`.
-
-        Args:
-            fields: Of `GenerateReqInput`; those that this version does not have are left out.
-        """
-        request = self._make_request("GenerateReqInput", stream=True, **fields)
+        """The answers to one request, for an `AnswerReader`; `fields` are `GenerateReqInput`'s."""
+        request = self._types.GenerateReqInput(stream=True, **fields)
         answers: AsyncGenerator[Mapping[str, Any], None] = self._tokens.generate_request(request)
         return answers
 
@@ -129,20 +123,10 @@ class SGLang:
             return {}
         return await anyio.to_thread.run_sync(self.media.fields, request)
 
-    def count_unwanted_experts(self, request: GenerationRequest) -> int:
-        """Bytes of routed experts that come before those asked for.
-
-        Versions without ``routed_experts_start_len`` always tell those of the whole prompt.
-        """
-        shape = self.info.capabilities.expert_shape
-        if shape is None or "routed_experts_start_len" in self._request_fields:
-            return 0
-        return 2 * shape[0] * shape[1] * request.routed_experts_start
-
     def is_dispatched(self, request_id: str) -> bool:
         """Whether the scheduler may know the request: an abort that overtakes it is lost."""
         state = self._tokens.rid_to_state.get(request_id)
-        return bool(getattr(state, "dispatched", True))
+        return state is None or bool(state.dispatched)
 
     def abort(self, request_id: str) -> None:
         """Have the scheduler end a request; called again, it is sent again.
@@ -170,7 +154,7 @@ class SGLang:
 
     def last_heard(self) -> float:
         """A number that changes with every message from a scheduler."""
-        return float(getattr(self._tokens, "last_receive_tstamp", 0.0))
+        return float(self._tokens.last_receive_tstamp)
 
     async def ask_schedulers(self) -> None:
         """Return when every scheduler has answered; they answer between their steps."""
@@ -179,8 +163,7 @@ class SGLang:
     async def load_from_disk(self, path: str, version: int) -> None:
         """Load the safetensors of a directory; requests pause meanwhile and then continue."""
         async with self._paused():
-            request = self._make_request(
-                "UpdateWeightFromDiskReqInput",
+            request = self._types.UpdateWeightFromDiskReqInput(
                 model_path=path,
                 weight_version=str(version),
                 flush_cache=False,  # what the old weights computed is salted, and may be in use
@@ -203,31 +186,23 @@ class SGLang:
     async def release(self, tags: tuple[str, ...]) -> None:
         """Release memory; returns when no request runs and it is released."""
         await self.flush_cache()  # SGLang dies of a release while requests run
-        request = self._make_request("ReleaseMemoryOccupationReqInput", tags=list(tags))
+        request = self._types.ReleaseMemoryOccupationReqInput(tags=list(tags))
         await self._tokens.release_memory_occupation(request)
 
     async def resume(self, tags: tuple[str, ...]) -> None:
         """Take memory back; weights that were released are garbage until others are loaded."""
-        request = self._make_request("ResumeMemoryOccupationReqInput", tags=list(tags))
+        request = self._types.ResumeMemoryOccupationReqInput(tags=list(tags))
         await self._tokens.resume_memory_occupation(request)
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
         """Requests stand where they are, with what was computed of them."""
-        pause = self._make_request("PauseGenerationReqInput", mode="in_place")
-        await self._tokens.pause_generation(pause)
+        await self._tokens.pause_generation(self._types.PauseGenerationReqInput(mode="in_place"))
         try:
             yield
         finally:
             with anyio.CancelScope(shield=True):
-                resume = self._make_request("ContinueGenerationReqInput")
-                await self._tokens.continue_generation(resume)
-
-    def _make_request(self, name: str, **fields: Any) -> Any:
-        """A request of SGLang's, without the fields that this version does not have."""
-        cls = getattr(self._types, name)
-        known = list_fields(cls)
-        return cls(**{field: value for field, value in fields.items() if field in known})
+                await self._tokens.continue_generation(self._types.ContinueGenerationReqInput())
 
     def death(self) -> str | None:
         """Which of SGLang's processes has ended, and how; None while all live."""
@@ -281,13 +256,6 @@ class SGLang:
                 max_top_log_probs=model.vocab_size,
             ),
         )
-
-
-def list_fields(cls: Any) -> frozenset[str]:
-    """The field names of a dataclass or of a msgspec Struct: versions use either."""
-    if dataclasses.is_dataclass(cls):
-        return frozenset(field.name for field in dataclasses.fields(cls))
-    return frozenset(cls.__struct_fields__)
 
 
 def _read_expert_shape(config: Any) -> tuple[int, int]:

@@ -24,17 +24,6 @@ CPU_ARGUMENTS: dict[str, Any] = {
     # An idle scheduler would keep a whole core busy.
     "sleep_on_idle": True,
 }
-#: Arguments that not every supported version of SGLang has, and that it can do without.
-OPTIONAL = frozenset(
-    {
-        "max_queued_requests",
-        "disable_priority_preemption",
-        "sleep_on_idle",
-        "disable_cuda_graph",
-        "disable_prefill_cuda_graph",
-        "enable_precise_embedding_interpolation",
-    }
-)
 NO_MEMORY_SAVER = (
     "SGLang was started without its memory saver, and would release nothing; expected "
     "engine.server_args.enable_memory_saver = true (engine.sleep_between_batches and "
@@ -104,7 +93,7 @@ class SGLangOptions(msgspec.Struct, frozen=True, kw_only=True):
 def engine_arguments(
     options: SGLangOptions, model_path: str, known: Collection[str]
 ) -> dict[str, Any]:
-    """The keyword arguments of `sglang.Engine`."""
+    """The keyword arguments of `sglang.Engine`, which are `known` to the installed version."""
     arguments: dict[str, Any] = {
         "model_path": model_path,
         "trust_remote_code": options.trust_remote_code,
@@ -139,23 +128,14 @@ def engine_arguments(
         # it does not start. Those of decoding can.
         arguments["disable_prefill_cuda_graph"] = True
     arguments.update(options.server_args)
-    return _select_supported(arguments, options.server_args, known)
-
-
-def _select_supported(
-    arguments: dict[str, Any], wanted: Collection[str], known: Collection[str]
-) -> dict[str, Any]:
-    supported = {name: value for name, value in arguments.items() if name in known}
-    lacking = arguments.keys() - supported.keys()
-    for name in sorted(lacking):
-        if name in wanted:
+    for name in arguments:
+        if name in known:
+            continue
+        if name in options.server_args:
             raise EngineError(
                 f"engine.server_args.{name}: the installed SGLang has no such argument"
             )
-    essential = sorted(lacking - OPTIONAL)
-    if essential:
         raise EngineError(
-            f"the installed SGLang has no argument {', '.join(essential)}; expected a version "
-            "from 0.5.17 on"
+            f"the installed SGLang has no argument {name}; expected a version from 0.5.17 on"
         )
-    return supported
+    return arguments

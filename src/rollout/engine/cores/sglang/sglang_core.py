@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import msgspec
 from anyio import to_thread
-from anyio.lowlevel import current_token
 
-from rollout.bridge import wait_future
+from rollout.bridge import runs_on_trio, wait_future
 from rollout.engine.core import (
     CORE_CLOSE_S,
     TAGS_OF_LEVEL,
@@ -88,7 +87,7 @@ class SGLangCore(BaseCore[AnswerReader]):
         """
         if self._server_thread is not None:
             raise RuntimeError("SGLangCore.start: started already")
-        if hasattr(current_token().native_token, "run_sync_soon"):
+        if runs_on_trio():
             raise EngineError("SGLang needs an event loop of asyncio; this one is trio's")
         if threading.current_thread() is threading.main_thread():
             # A scheduler that fails to start sends it, and the default action is to die of it.
@@ -114,7 +113,7 @@ class SGLangCore(BaseCore[AnswerReader]):
             yield refusal
             return
         assert self._sglang is not None
-        entry = AnswerReader(request.request_id, self._sglang.count_unwanted_experts(request))
+        entry = AnswerReader(request.request_id)
         entry.is_buffering = self._is_loading
         self._open[request.request_id] = entry
         try:
@@ -294,8 +293,6 @@ class SGLangCore(BaseCore[AnswerReader]):
                 answer = await anext(answers)
                 self._preemptions += answer["meta_info"].get("num_retractions") or 0
                 chunks = entry.read(answer)
-                for chunk in chunks:
-                    entry.note(chunk)
                 self._sampled += sum(len(chunk.ids) for chunk in chunks) // 4
                 return chunks
         except Exception as error:

@@ -76,8 +76,9 @@ def build_fields(
     params = build_sampling(request.sampling, info.context_length - len(ids))
     if options.deterministic:
         params["sampling_seed"] = choose_seed(request.sampling)
-    fields: dict[str, Any] = {
+    return {
         "rid": request.request_id,
+        "session_id": request.session_id or None,
         "input_ids": ids.tolist(),
         "sampling_params": params,
         "return_logprob": True,
@@ -87,9 +88,6 @@ def build_fields(
         "priority": request.priority,
         "extra_key": salt,
     }
-    if request.session_id:
-        fields["session_id"] = request.session_id
-    return fields
 
 
 def build_sampling(sampling: SamplingParams, room: int) -> dict[str, Any]:
@@ -130,19 +128,15 @@ class AnswerReader(OpenRequest):
     that is current when it arrives: then, once the weights have changed under a request, its tokens
     wait until the final answer says.
 
-    Args:
-        skipped_experts: Bytes at the beginning of its routed experts that were not asked for.
-
     Attributes:
         is_buffering: Tokens wait for the final answer; set beforehand where weights are changed
             under running requests.
     """
 
-    __slots__ = ("_skipped_experts", "_version", "is_buffering")
+    __slots__ = ("_version", "is_buffering")
 
-    def __init__(self, request_id: str, skipped_experts: int = 0) -> None:
+    def __init__(self, request_id: str) -> None:
         super().__init__(request_id)
-        self._skipped_experts = skipped_experts
         self.is_buffering = False
         self._version: int | None = None
 
@@ -180,13 +174,14 @@ class AnswerReader(OpenRequest):
         chunks = self._by_version(answer, meta)
         if self.tokens < count or not chunks:  # a version of SGLang that names no spans
             chunks.append(self._chunk(answer, max(count, self.tokens), version))
+        self.is_over = True
         reason, error = read_finish(meta["finish_reason"])
         chunks[-1] = msgspec.structs.replace(
             chunks[-1],
             finish_reason=reason,
             error=error,
             cached_tokens=meta.get("cached_tokens") or 0,
-            routed_experts=read_experts(meta)[self._skipped_experts :],
+            routed_experts=read_experts(meta),
         )
         return chunks
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import insort
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,7 +61,6 @@ class Job:
     base: int = 0
     joined: int = 0
     lease: Lease | None = None
-    is_aborted: bool = False
     is_done: bool = False
 
     def sampled(self, step: int) -> int:
@@ -101,8 +101,7 @@ class Batcher:
         self._stream_interval = stream_interval
         self._stream_interval_s = stream_interval_s
         self._die_after_tokens = die_after_tokens
-        self._queue: list[tuple[tuple[int, int], Job]] = []
-        self._queued = 0
+        self._queue: list[Job] = []  # by `order`
         self._running: dict[Job, None] = {}  # in the order of their admission
         self._aborting: list[Job] = []
         # The chunks to come, as (step, serial, job). An entry of a job that has left the batch
@@ -123,7 +122,7 @@ class Batcher:
         """What the engine is doing at `now`."""
         return EngineLoad(
             running=len(self._running),
-            queued=self._queued,
+            queued=len(self._queue),
             kv_used=self._kv.used_share,
             generated_tokens=self._generated + self._count_steps(now) * len(self._running),
             preemptions=self._preemptions,
@@ -131,7 +130,7 @@ class Batcher:
 
     def submit(self, job: Job, now: float) -> bool:
         """Take a request in; False where running and queued ones fill the engine already."""
-        if len(self._running) + self._queued >= self._max_jobs:
+        if len(self._running) + len(self._queue) >= self._max_jobs:
             return False
         self._serial += 1
         job.order = (-job.priority, self._serial)
@@ -142,14 +141,13 @@ class Batcher:
 
     def abort(self, job: Job, now: float) -> None:
         """End a request: at once in the queue, at the end of the step under way in the batch."""
-        if job.is_done or job.is_aborted:
+        if job.is_done:
             return
-        job.is_aborted = True
         if job in self._running:
             self._aborting.append(job)
             self._interrupt(now)
         else:
-            self._queued -= 1
+            self._queue.remove(job)
             self._finish(job, job.base, "abort")
 
     def flush(self, now: float) -> None:
@@ -174,9 +172,8 @@ class Batcher:
 
     def end_all(self) -> None:
         """Every request ends with "abort"."""
-        for job in [*self._running, *(job for _, job in self._queue)]:
-            if not job.is_done:
-                self._finish(job, job.emitted, "abort")
+        for job in [*self._running, *self._queue]:
+            self._finish(job, job.emitted, "abort")
         self.next_event = math.inf
 
     def _interrupt(self, now: float) -> None:
@@ -263,25 +260,19 @@ class Batcher:
         """Let waiting requests in while there is room; the seconds that their prefill takes."""
         uncached = 0
         while self._queue and len(self._running) < self._max_running:
-            job = self._queue[0][1]
-            if not job.is_aborted:
-                sequence = job.sequence(job.base)
-                job.lease = self._kv.acquire(sequence, spare=len(self._running) + 1)
-                if job.lease is None:
-                    break
-                uncached += len(sequence) // 4 - job.lease.cached_tokens
-                self._join(job, job.lease.cached_tokens)
-            heapq.heappop(self._queue)
+            job = self._queue[0]
+            sequence = job.sequence(job.base)
+            job.lease = self._kv.acquire(sequence, spare=len(self._running) + 1)
+            if job.lease is None:
+                break
+            uncached += len(sequence) // 4 - job.lease.cached_tokens
+            if job.base == 0:
+                job.cached_tokens = job.lease.cached_tokens
+            self._running[self._queue.pop(0)] = None
+            job.joined = self._step
+            self._schedule_chunk(job)
         speed = self._timing.prefill_tokens_per_s
         return uncached / speed if speed else 0.0
-
-    def _join(self, job: Job, cached_tokens: int) -> None:
-        if job.base == 0:
-            job.cached_tokens = cached_tokens
-        self._queued -= 1
-        self._running[job] = None
-        job.joined = self._step
-        self._schedule_chunk(job)
 
     def _preempt(self, job: Job) -> None:
         self._preemptions += 1
@@ -293,8 +284,7 @@ class Batcher:
         self._enqueue(job)
 
     def _enqueue(self, job: Job) -> None:
-        heapq.heappush(self._queue, (job.order, job))
-        self._queued += 1
+        insort(self._queue, job, key=lambda queued: queued.order)
 
     def _leave(self, job: Job, sampled: int, *, keep: bool) -> None:
         assert job.lease is not None

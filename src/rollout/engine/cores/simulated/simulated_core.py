@@ -60,7 +60,6 @@ class _Request(OpenRequest):
     """A request under way, with the chunks that its iterator has not taken yet.
 
     Attributes:
-        is_ended: The last chunk has been sent.
         job: The request in the batch; None where it never got there, or has left.
         weight_version: Stamped on what is emitted from now on.
         woken: Fires when the task that waits for a chunk is to look again.
@@ -75,7 +74,6 @@ class _Request(OpenRequest):
     ) -> None:
         super().__init__(request.request_id)
         self.chunks: deque[Chunk] = deque()
-        self.is_ended = False
         self.job: Job | None = None
         self.weight_version = weight_version
         self.woken = anyio.Event()
@@ -106,12 +104,12 @@ class _Request(OpenRequest):
 
     def send(self, chunk: Chunk) -> None:
         """Hand a chunk to the iterator, with what goes wrong with it."""
-        self.is_ended = chunk.finish_reason is not None
+        self.is_over = chunk.finish_reason is not None
         if "wrong_length" in self._faults and chunk.ids:
             self._faults.remove("wrong_length")
             chunk = msgspec.structs.replace(chunk, log_probs=chunk.log_probs[:-4])
-        sent = [chunk, chunk] if "duplicate" in self._faults and self.is_ended else [chunk]
-        if "reorder" in self._faults and self.is_ended:
+        sent = [chunk, chunk] if "duplicate" in self._faults and self.is_over else [chunk]
+        if "reorder" in self._faults and self.is_over:
             sent += self._delayed
         elif "reorder" in self._faults:
             sent, self._delayed = self._delayed, sent
@@ -234,7 +232,7 @@ class SimulatedCore(BaseCore[_Request]):
         """
         entry = self._admit(request)
         try:
-            while entry.chunks or not entry.is_ended:
+            while entry.chunks or not entry.is_over:
                 await self._wait_for_chunk(entry)
                 yield entry.chunks.popleft()
         finally:

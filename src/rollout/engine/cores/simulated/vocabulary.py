@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 FINGERPRINT = "simulated"
 #: Ids of the special tokens, after the 256 bytes.
 SPECIAL_TOKENS = {"<|endoftext|>": 256, "<|im_start|>": 257, "<|im_end|>": 258}
-#: What tokenizers call two of them.
-_NAMED = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
 EOS_ID = 258
 VOCAB_SIZE = 259
 #: What opens an assistant's turn in ChatML.
@@ -112,32 +110,24 @@ def simulated_tokenizer() -> PreTrainedTokenizerFast:
     of n UTF-8 bytes without special tokens has n ids.
     """
     with importing:
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
-    make: Any = PreTrainedTokenizerFast  # untyped in transformers
-    tokenizer: PreTrainedTokenizerFast = make(
-        tokenizer_object=_backend(),
-        bos_token=None,
-        chat_template=_chat_template(),
-        clean_up_tokenization_spaces=False,
-        **_NAMED,
-    )
-    return tokenizer
+        from rollout.chat.tokenizer_backend import BYTE_LETTERS
 
-
-def _backend() -> Any:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    from rollout.chat.tokenizer_backend import BYTE_LETTERS
-
+    template = resources.files("rollout.chat") / "templates" / "chatml_hermes.jinja"
     vocabulary = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
-    return backend
-
-
-def _chat_template() -> str:
-    template = resources.files("rollout.chat") / "templates" / "chatml_hermes.jinja"
-    return template.read_text(encoding="utf-8")
+    make: Any = PreTrainedTokenizerFast  # untyped in transformers
+    tokenizer: PreTrainedTokenizerFast = make(
+        tokenizer_object=backend,
+        bos_token=None,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=template.read_text(encoding="utf-8"),
+        clean_up_tokenization_spaces=False,
+    )
+    return tokenizer

@@ -174,17 +174,16 @@ def load_model(
             )
             model, report = found
             fault = _find_architecture_fault(model)
-            if not fault:
-                model.set_attn_implementation(BACKEND)
-                model = model.eval().requires_grad_(False).to(device)
+            if fault:
+                raise EngineError(
+                    f"model.path = {path!r}: {type(model).__name__} is not supported: {fault}"
+                )
+            model.set_attn_implementation(BACKEND)
+            model = model.eval().requires_grad_(False).to(device)
     except EngineError:
         raise
     except Exception as error:
         raise EngineError(f"model.path = {path!r} cannot be loaded: {error}") from error
-    if fault:
-        raise EngineError(
-            f"model.path = {path!r}: {type(model).__name__} is not supported: {fault}"
-        )
     missing = sorted(report["missing_keys"])
     if missing:  # transformers fills them with noise
         raise EngineError(f"model.path = {path!r}: the tensor {missing[0]} is missing")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 Ids = npt.NDArray[np.int32]
+NO_IDS: Ids = np.empty(0, dtype=np.int32)
 
 #: Prompt tokens computed in one step beside the decoded ones, padding included: a long prompt
 #: delays the running requests by some 0.2 s a step on one CPU core with a small model, and no more.
@@ -88,22 +89,21 @@ class Slot:
 
     Attributes:
         index: Row of the KV tensors.
-        ids: Tokens of the request that took the slot last; the cache holds the first `computed`.
+        ids: Tokens of the request that took the slot last, of which the first `computed` serve
+            others too; empty where they were computed with other weights.
         computed: How many tokens have their keys and values in the cache.
         session_id: Session of that request.
         sequence: The request that runs in it.
         last_used: Larger is later.
-        is_stale: What it holds was computed with other weights, and serves no other request.
     """
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.ids: Ids = np.empty(0, dtype=np.int32)
+        self.ids = NO_IDS
         self.computed = 0
         self.session_id = ""
         self.sequence: Sequence | None = None
         self.last_used = 0
-        self.is_stale = False
 
 
 class Piece(NamedTuple):
@@ -190,9 +190,7 @@ class Scheduler:
     def forget(self) -> None:
         """What was computed so far serves no request that comes later."""
         for slot in self.slots:
-            slot.is_stale = slot.sequence is not None
-            if not slot.is_stale:
-                slot.computed = 0
+            slot.ids = NO_IDS
 
     def admit(self, copy: CopyPositions) -> None:
         """Give free slots to waiting requests, with copies of what other slots hold of prompts.
@@ -203,11 +201,10 @@ class Scheduler:
             if all(slot.sequence is not None for slot in self.slots):
                 break
             prompt = sequence.ids[: sequence.prompt_length - 1]  # the last one's logits are needed
-            fresh = [slot for slot in self.slots if not slot.is_stale]
-            shared = {slot: count_common(prompt, slot.ids[: slot.computed]) for slot in fresh}
+            shared = {slot: count_common(prompt, slot.ids[: slot.computed]) for slot in self.slots}
             coming = [
                 count_common(prompt, slot.ids[: slot.sequence.prompt_length])
-                for slot in fresh
+                for slot in self.slots
                 if slot.sequence is not None and slot.computed < slot.sequence.prompt_length
             ]
             if max(coming, default=0) - max(shared.values()) < MIN_SHARED:
@@ -263,7 +260,7 @@ class Scheduler:
         session_id = sequence.request.session_id
         free = [slot for slot in self.slots if slot.sequence is None]
         own = [slot for slot in free if session_id and slot.session_id == session_id]
-        slot = own[0] if own else min(free, key=lambda each: (each.computed > 0, each.last_used))
+        slot = own[0] if own else min(free, key=lambda each: (len(each.ids) > 0, each.last_used))
         source = max(shared, key=lambda each: shared[each])
         slot.ids, slot.computed, slot.session_id = sequence.ids, shared[slot], session_id
         if shared[source] - shared[slot] >= MIN_SHARED:
@@ -280,8 +277,6 @@ class Scheduler:
             return
         self._clock += 1
         slot.sequence, slot.last_used = None, self._clock
-        if slot.is_stale:
-            slot.computed, slot.is_stale = 0, False
 
     def _report(
         self, sequence: Sequence, reason: FinishReason | None, *, ids: bytes = b"", **content: Any
