@@ -270,16 +270,18 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return pieces
 
 
-def test_encode_remembers_so_many_pieces_of_such_a_length(encoded: list[str]) -> None:
+def test_encode_remembers_the_last_pieces_up_to_so_many_bytes(encoded: list[str]) -> None:
     encoder = TextEncoder(simulated_tokenizer())
-    texts = [f"piece {number}" for number in range(257)]
-    for text in (*texts, texts[-1], texts[0]):
-        assert encoder.encode(text).tobytes() == encoder.encode(text).tobytes()
-    assert encoded == [*texts, texts[0]]
-    for text in ("x" * 32_768, "y" * 32_769):
+    size = sys.getsizeof("a" * 500_000) + sys.getsizeof(encoder.encode("a" * 500_000).tobytes())
+    fitting = 16 * 1024 * 1024 // size
+    texts = [letter * 500_000 for letter in "abcdefghijklmnopqrstuvwxyz"[: fitting + 1]]
+    assert 2 < fitting < 26
+    for text in texts[:-1]:
+        assert encoder.encode(text) == encoder.encode(text)
+    encoder.encode(texts[0])  # the second is the one that was used longest ago now
+    for text in (texts[-1], texts[0], texts[2], texts[1]):
         encoder.encode(text)
-        encoder.encode(text)
-    assert [text[0] for text in encoded[-3:]] == ["x", "y", "y"]
+    assert [text[0] for text in encoded] == [*"abcdefghijklmnopqrstuvwxyz"[: fitting + 1], "b"]
 
 
 def test_prompt_ids_of_prompts_with_one_head_encode_it_once(encoded: list[str]) -> None:

@@ -10,9 +10,12 @@ Where a tokenizer cannot be split so, the whole text is encoded.
 from __future__ import annotations
 
 import re
+import sys
+import threading
 import weakref
 from array import array
-from functools import cached_property, lru_cache, partial
+from collections import OrderedDict
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -40,8 +43,8 @@ Place = tuple[int, int]
 
 #: Begins and ends the marks that stand for special tokens; of a private plane, so in no text.
 _BOUNDARY = "\U000f5a17"
-#: Pieces of text that an encoder remembers, and characters of one at most.
-_REMEMBERED, _LARGEST_PIECE = 256, 32_768
+#: What an encoder's remembered pieces, texts and ids, may take.
+_REMEMBERED_BYTES = 16 * 1024 * 1024
 #: Markup that some vocabularies (Gemma's) hold as ordinary entries of their table of added tokens.
 _MARKUP = re.compile(
     r"</?(?:a|b|i|p|s|u|h[1-6]|t[dhr]|ol|ul|li|em|br|img|sub|sup|code|strong|table|tbody|thead"
@@ -73,6 +76,32 @@ class WrittenText(msgspec.Struct, frozen=True):
 
     text: str
     plain: tuple[Place, ...] = ()
+
+
+class _PieceCache:
+    """The ids of the pieces of text that were encoded last, up to a number of bytes."""
+
+    def __init__(self, encode: Encode) -> None:
+        self._encode, self._known, self._size = encode, OrderedDict[str, bytes](), 0
+        self._lock = threading.Lock()
+
+    def encode(self, text: str) -> bytes:
+        """Return the ids of a piece, remembered or not."""
+        with self._lock:
+            if (ids := self._known.get(text)) is not None:
+                self._known.move_to_end(text)
+                return ids
+        ids = self._encode(text)  # in a thread it may take long
+        with self._lock:
+            if self._known.setdefault(text, ids) is ids:
+                self._size += _size_piece(text, ids)
+            while self._size > _REMEMBERED_BYTES:
+                self._size -= _size_piece(*self._known.popitem(last=False))
+        return ids
+
+
+def _size_piece(text: str, ids: bytes) -> int:
+    return sys.getsizeof(text) + sys.getsizeof(ids)
 
 
 class TextEncoder:
@@ -112,7 +141,7 @@ class TextEncoder:
             if not can_be_split(self._backend):
                 self._encode_whole = make_encoder(copy_tokenizer(self._backend))
                 self._encode_marked = _make_marked_encoder(self._backend, self.specials)
-        self._remember = lru_cache(_REMEMBERED)(self._encode_plain)
+        self._pieces = _PieceCache(self._encode_plain)
 
     def encode(self, written: WrittenText | str, max_tokens: int | None = None) -> array[int]:
         """The ids; special tokens are recognised outside the plain places only.
@@ -137,8 +166,7 @@ class TextEncoder:
             if at % 2:
                 ids.append(self.specials[part])
             elif part:
-                is_large = len(part) > _LARGEST_PIECE
-                ids.frombytes(self._encode_plain(part) if is_large else self._remember(part))
+                ids.frombytes(self._pieces.encode(part))
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
