@@ -157,7 +157,7 @@ def test_half_of_a_character_in_a_result_or_an_error_loses_no_span(
         halved_run(ObserveConfig(trace_backend="otel", token2text=True))
     roots = {attributes(each)["rollout.uid"]: each for each in spans if not each.parent_span_id}
     assert set(roots) == {"good", "bad"}
-    assert roots["bad"].status.message == "RuntimeError: cannot read \ufffd"
+    assert roots["bad"].status.message == "RuntimeError: cannot read \\ud800"
     named = {each.name: each for each in spans}
     result = attributes(named["execute_tool halve"])["gen_ai.tool.call.result"]
     assert result == "half \ufffd"
