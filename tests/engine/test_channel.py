@@ -188,6 +188,16 @@ async def test_load_reports_come_every_heartbeat_and_a_nonsense_one_ends_the_ses
             channel._handle(LoadReport(EngineLoad(kv_used=float("nan"))))
 
 
+async def test_core_whose_load_raises_an_os_error_ends_the_engine_and_not_the_connection() -> None:
+    class LostCore(CountingCore):
+        def load(self) -> EngineLoad:
+            raise FileNotFoundError("the shared memory is gone")
+
+    with pytest.raises(FileNotFoundError, match="the shared memory is gone"):
+        async with Wire(LostCore()).channel():
+            await anyio.sleep(100)
+
+
 async def test_abort_that_the_core_loses_is_sent_again_with_each_report() -> None:
     class Deaf(CountingCore):
         heard = 0

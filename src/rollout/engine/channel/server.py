@@ -112,9 +112,10 @@ class EngineServer:
             session = ServerSession(
                 self._core, frames, hello.settings, self.carry_out, self._media_cache_bytes
             )
-            await session.run()
         except (*CONNECTION_ERRORS, TimeoutError) as error:
-            logger.debug("a connection ended: %r", error)
+            logger.debug("a handshake failed: %r", error)
+        else:
+            await session.run()
         finally:
             with anyio.CancelScope(shield=True):  # or what comes after would be skipped
                 await anyio.aclose_forcefully(stream)

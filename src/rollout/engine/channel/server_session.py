@@ -14,6 +14,7 @@ import anyio
 import msgspec
 
 from rollout.engine.channel.core_hosting import describe_error, is_fatal
+from rollout.engine.channel.framing import CONNECTION_ERRORS
 from rollout.engine.channel.media import MediaReceiver
 from rollout.engine.channel.messages import (
     Abort,
@@ -108,14 +109,17 @@ class ServerSession:
         self._parked, self._resumed = Notifier(), Notifier()
 
     async def run(self) -> None:
-        """Serve until the connection ends, whose error is raised.
+        """Serve until the connection ends; the core is then rid of the session's requests.
 
-        The core is then rid of the session's requests.
+        What the core itself raises where no request or operation is at fault propagates.
         """
         async with open_task_group() as self._tasks:
             self._tasks.start_soon(self._report_load)
             self._tasks.start_soon(self._flush_waiting_tokens)
-            await self._frames.run(self._handle)
+            try:
+                await self._frames.run(self._handle)
+            except CONNECTION_ERRORS as error:
+                logger.debug("the connection ended: %r", error)
 
     async def _report_load(self) -> None:
         """Report the load, which is our heartbeat, and abort requests past their deadlines.
