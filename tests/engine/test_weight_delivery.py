@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -136,6 +137,26 @@ async def test_broadcast_that_its_keeper_does_not_get_leaves_all_with_the_old_we
         assert "the weights were not received: no sender" in str(caught.value)
         assert loaded(cores) == [[], [], [], []]
         assert [replica.weight_version for replica in pool.router.replicas] == [0] * 4
+
+
+async def test_broadcast_whose_sender_never_comes_says_what_took_too_long(
+    cores: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    released = threading.Event()
+
+    def receive(weights: DistributedWeights, device: str) -> str:
+        released.wait()
+        return ""
+
+    monkeypatch.setattr(weight_broadcasting, "receive_weights", receive)
+    async with pool_of({}).serving() as pool:
+        with pytest.raises(EngineError) as caught:
+            await pool.update_weights(8, sent(tmp_path, replicas=1))
+        released.set()
+    assert str(caught.value) == (
+        "engine-0: the weights that are broadcast are not received after "
+        "engine.start_timeout_s = 5 s"
+    )
 
 
 async def test_broadcast_that_one_replica_cannot_load_is_removed_all_the_same(

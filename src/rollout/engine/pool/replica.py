@@ -16,7 +16,12 @@ import attrs
 
 from rollout.engine.channel.channel import Channel, connect_channel
 from rollout.engine.channel.handshake import CONNECT_S
-from rollout.engine.channel.messages import ChannelSettings, ClientExpectations, LoadWeights
+from rollout.engine.channel.messages import (
+    ChannelSettings,
+    ClientExpectations,
+    LoadWeights,
+    ReceiveWeights,
+)
 from rollout.engine.core import EngineLoad
 from rollout.engine.placement.placement import CoreSpec, Placement, ReplicaHandle
 from rollout.engine.pool.generation import Generation, Loss, TokenCounts
@@ -350,6 +355,8 @@ class Replica:
             what = "no answer"
             if isinstance(operation, LoadWeights):
                 what = f"the weights of version {operation.version} are not loaded"
+            elif isinstance(operation, ReceiveWeights):
+                what = "the weights that are broadcast are not received"
             why = f"{self.name}: {what} after engine.start_timeout_s = {limit_s:g} s"
             self.restart(channel, why)
             raise EngineError(why) from None
