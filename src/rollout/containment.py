@@ -379,6 +379,6 @@ async def contain(what: str, function: Callable[[], Awaitable[T]]) -> T:
             value = await code.run(partial(call_foreign, function))
         finally:
             code.mark_outer()
-        if error := code.unresponsive or code.error:
+        if (error := code.unresponsive or code.error) is not None:  # it may have a length, of 0
             raise error
         return cast("T", value)

@@ -606,6 +606,33 @@ async def test_simulated_user_swallows_the_cancellation_of_its_agent_that_fails(
     assert batch.trajectories[0].cause.message.startswith("respond of the interaction")
 
 
+class Faults(Exception):
+    """A collection of faults; this one has none."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+class FaultyUser(StubbornUser):
+    """Raises what is falsy."""
+
+    name = "faulty"
+
+    async def respond(self, messages: Any) -> InteractionTurn:
+        raise Faults("the simulation is broken")
+
+    async def finish(self) -> None:
+        pass
+
+
+async def test_simulated_user_raises_an_empty_collection_its_trajectory_says_so() -> None:
+    prompts = [user("x", extra={"interaction_kwargs": {"name": "faulty"}})]
+    batch = await generate(prompts, interactions=[FaultyUser])
+    cause = batch.trajectories[0].cause
+    assert cause is not None
+    assert (cause.type, cause.message) == ("Faults", "the simulation is broken")
+
+
 async def test_simulated_user_swallows_cancellation_it_is_given_up() -> None:
     prompts = [user("x", extra={"interaction_kwargs": {"name": "stubborn"}})]
     started = anyio.current_time()
