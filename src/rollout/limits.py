@@ -81,6 +81,19 @@ class Limit:
         source, seconds: As of a `Deadline`.
     """
 
+    # There are one or two for each trajectory that waits.
+    __slots__ = (
+        "_due",
+        "_end",
+        "_lost_s",
+        "_outer",
+        "_pauses",
+        "_scope",
+        "_stopped_at",
+        "seconds",
+        "source",
+    )
+
     def __init__(self, due: float, source: str, seconds: float, outer: Limit | None) -> None:
         self.source, self.seconds, self._outer = source, seconds, outer
         self._due = due  # by its own time, which is the loop's less all pauses
@@ -209,6 +222,8 @@ class Clock(Limit):
         carried: Its `limit_carry` gives the deadline of a trajectory that is carried since a time.
         carried_since: When it began to be carried; None while it is not.
     """
+
+    __slots__ = ("_carried_s", "_resumed", "carried", "carried_since", "governed", "now")
 
     def __init__(self, deadline: Deadline = NEVER, now: Callable[[], float] | None = None) -> None:
         super().__init__(deadline.at, deadline.source, deadline.seconds, None)

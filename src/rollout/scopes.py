@@ -1,4 +1,4 @@
-"""Task groups whose body's exception leaves as itself, errors of foreign code, and a notifier."""
+"""Task groups whose body's exception leaves as itself, and what errors of foreign code mean."""
 
 from __future__ import annotations
 
@@ -12,25 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from anyio.abc import TaskGroup
-
-
-class Notifier:
-    """Wakes all tasks that wait for a change; costs nothing where none does."""
-
-    def __init__(self) -> None:
-        self._changed: anyio.Event | None = None
-
-    async def wait(self) -> None:
-        """Return at the next `notify`."""
-        if self._changed is None:
-            self._changed = anyio.Event()
-        await self._changed.wait()
-
-    def notify(self) -> None:
-        """Wake all waiting tasks."""
-        if self._changed is not None:
-            self._changed.set()
-            self._changed = None
 
 
 def unwrap_group(error: BaseException) -> BaseException:

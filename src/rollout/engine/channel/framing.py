@@ -12,7 +12,7 @@ import anyio
 import msgspec
 
 from rollout.engine.channel.messages import FrameError, FrameTooLongError, encoder
-from rollout.scopes import Notifier, open_task_group
+from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +40,25 @@ CONNECTION_ERRORS = (
 #: What a decoder raises on hostile bytes; deep nesting and huge numbers among them.
 _DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, ValueError, OverflowError, MemoryError)
 _length = Struct("<I")
+
+
+class Notifier:
+    """Wakes all tasks that wait for a change; costs nothing where none does."""
+
+    def __init__(self) -> None:
+        self._changed: anyio.Event | None = None
+
+    async def wait(self) -> None:
+        """Return at the next `notify`."""
+        if self._changed is None:
+            self._changed = anyio.Event()
+        await self._changed.wait()
+
+    def notify(self) -> None:
+        """Wake all waiting tasks."""
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
 
 
 class FrameStream(Generic[Message]):

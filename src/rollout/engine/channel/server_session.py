@@ -14,7 +14,7 @@ import anyio
 import msgspec
 
 from rollout.engine.channel.core_hosting import describe_error, is_fatal
-from rollout.engine.channel.framing import CONNECTION_ERRORS
+from rollout.engine.channel.framing import CONNECTION_ERRORS, Notifier
 from rollout.engine.channel.media import MediaReceiver
 from rollout.engine.channel.messages import (
     Abort,
@@ -31,7 +31,7 @@ from rollout.engine.channel.messages import (
     WakeUp,
 )
 from rollout.engine.core import INTERRUPTED, TAGS_OF_LEVEL, Chunk, GenerationRequest
-from rollout.scopes import Notifier, open_task_group
+from rollout.scopes import open_task_group
 from rollout.seeds import RequestIds
 
 if TYPE_CHECKING:

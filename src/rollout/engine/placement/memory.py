@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from anyio.abc import ByteStream
 
-from rollout.scopes import Notifier
+from rollout.engine.channel.framing import Notifier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -15,6 +15,7 @@ import attrs
 import msgspec
 
 from rollout.engine.channel.channel import watch_silence
+from rollout.engine.channel.framing import Notifier
 from rollout.engine.channel.messages import ChannelSettings, ClientExpectations
 from rollout.engine.core import ALL_TAGS, TAGS_OF_LEVEL
 from rollout.engine.cores.checks import check_ids
@@ -30,7 +31,7 @@ from rollout.engine.pool.weight_update import WeightUpdater, check_update
 from rollout.errors import EngineError
 from rollout.observe.event_stream import EventStream
 from rollout.observe.events import MemoryChanged, WeightsUpdated
-from rollout.scopes import Notifier, open_task_group
+from rollout.scopes import open_task_group
 from rollout.types import format_error
 
 if TYPE_CHECKING:

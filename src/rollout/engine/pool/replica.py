@@ -15,6 +15,7 @@ import anyio
 import attrs
 
 from rollout.engine.channel.channel import Channel, connect_channel
+from rollout.engine.channel.framing import Notifier
 from rollout.engine.channel.handshake import CONNECT_S
 from rollout.engine.channel.messages import (
     ChannelSettings,
@@ -31,7 +32,7 @@ from rollout.errors import ChannelError, EngineError
 from rollout.limits import cleanup_scope
 from rollout.observe.event_stream import EventStream
 from rollout.observe.events import ReplicaChanged, ReplicaSampled
-from rollout.scopes import Notifier, open_task_group
+from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import msgspec
 
+from rollout.engine.channel.framing import Notifier
 from rollout.engine.channel.messages import DropWeights, LoadWeights, ReceiveWeights
 from rollout.engine.pool.replica import Replica, SentWeights, describe_errors
 from rollout.engine.weights import (
@@ -23,7 +24,6 @@ from rollout.engine.weights import (
 )
 from rollout.errors import EngineError
 from rollout.limits import cleanup_scope
-from rollout.scopes import Notifier
 from rollout.worker_threads import run_in_thread
 
 if TYPE_CHECKING:
