@@ -51,21 +51,25 @@ async def open_task_group() -> AsyncIterator[TaskGroup]:
     itself, not in a group; so does the first one of a task, which cancels the body.
     """
     failure: BaseException | None = None
+    others: BaseException | None = None
     try:
-        async with anyio.create_task_group() as tasks:
-            try:
-                yield tasks
-            except BaseException as error:
-                failure = error
-                raise
-            finally:
-                tasks.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
-        others = group.subgroup(lambda error: error is not failure)
-        # The body was cancelled because a task failed, or failed by itself.
-        is_victim = failure is None or isinstance(failure, anyio.get_cancelled_exc_class())
-        if is_victim and others is not None:
-            failure = unwrap_group(others)
-    # The group's own cancelled scope may have swallowed a cancellation from outside.
-    if failure is not None:
-        raise failure
+        try:
+            async with anyio.create_task_group() as tasks:
+                try:
+                    yield tasks
+                except BaseException as error:
+                    failure = error
+                    raise
+                finally:
+                    tasks.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            others = group.subgroup(lambda error: error is not failure)
+            # The body was cancelled because a task failed, or failed by itself.
+            is_victim = failure is None or isinstance(failure, anyio.get_cancelled_exc_class())
+            if is_victim and others is not None:
+                failure = unwrap_group(others)
+        # The group's own cancelled scope may have swallowed a cancellation from outside.
+        if failure is not None:
+            raise failure
+    finally:  # their tracebacks hold this frame, which would hold them and all that they saw
+        failure = others = None

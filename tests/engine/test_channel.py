@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random  # noqa: TID251  (a seed determines the cuts)
+import weakref
 from array import array
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -80,6 +82,26 @@ async def test_cut_at_any_byte_each_request_ends_once_with_a_prefix_of_its_answe
         assert not core._aborted, "the engine computes nothing for a session that is over"
         async with wire.channel_again() as again:  # the engine lives on
             assert await Requester(again).generate([7], 2) == [8, 9]
+
+
+async def test_channel_that_was_left_or_lost_is_freed_without_a_collection() -> None:
+    wire, channels = Wire(CountingCore(token_s=0.05)), []
+    gc.collect()
+    gc.disable()  # a runtime collects what is old very seldom
+    try:
+        async with wire.channel():
+            for is_cut in (False, True):
+                async with wire.channel_again() as channel:
+                    await anyio.sleep(0.2)
+                    if is_cut:
+                        wire.cut()
+                        await channel.lost.wait()
+                channels.append(weakref.ref(channel))
+                del channel
+        await anyio.sleep(0.1)
+        assert [each() for each in channels] == [None, None]
+    finally:
+        gc.enable()
 
 
 async def test_channel_left_the_engine_aborts_its_requests_at_once() -> None:
