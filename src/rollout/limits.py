@@ -219,17 +219,17 @@ class Clock(Limit):
     Attributes:
         now: The loop's time.
         governed: Limits that govern a scope each.
-        carried: Its `limit_carry` gives the deadline of a trajectory that is carried since a time.
+        owner: Its `limit_carry` gives the deadline of a trajectory that is carried since a time.
         carried_since: When it began to be carried; None while it is not.
     """
 
-    __slots__ = ("_carried_s", "_resumed", "carried", "carried_since", "governed", "now")
+    __slots__ = ("_carried_s", "_resumed", "carried_since", "governed", "now", "owner")
 
     def __init__(self, deadline: Deadline = NEVER, now: Callable[[], float] | None = None) -> None:
         super().__init__(deadline.at, deadline.source, deadline.seconds, None)
         self.now = now or loop_clock()
         self.governed: tuple[Limit, ...] = ()
-        self.carried: Any = None
+        self.owner: Any = None
         self.carried_since: float | None = None
         self._carried_s = 0.0
         self._resumed: anyio.Event | None = None  # once it was carried
@@ -273,8 +273,8 @@ class Clock(Limit):
 
     def _find_outer_end(self) -> tuple[float, Limit | Deadline]:
         bound = NEVER  # ends it even while it is paused
-        if self.carried_since is not None and self.carried is not None:
-            bound = self.carried.limit_carry(self.carried_since)
+        if self.carried_since is not None and self.owner is not None:
+            bound = self.owner.limit_carry(self.carried_since)
         return bound.at, bound
 
 

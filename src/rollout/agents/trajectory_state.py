@@ -106,7 +106,7 @@ class TrajectoryState:
         self.renderer: Renderer = services.renderers.get(names) or services.renderers.setdefault(
             names, Renderer(services, services.tools.schemas(names))
         )
-        limit.carried = self
+        limit.owner = self
 
     async def open_first(self) -> None:
         """Open the tools that are open before the agent begins; the last message of the prompt goes

@@ -190,7 +190,7 @@ async def run_trajectory(runner: TrajectoryRunner, member: Member) -> Trajectory
             _add_times(run, trajectory)
             return trajectory
         finally:
-            run.clock.carried, sandbox = None, run.context.state.used_sandbox
+            run.clock.owner, sandbox = None, run.context.state.used_sandbox
             del run.context  # it may be long until somebody takes the trajectory
             if sandbox is not None and sandbox.was_used:
                 await sandbox.close()
