@@ -26,6 +26,10 @@ pytestmark = [
     pytest.mark.skipif(not SPEEDSCOPE.exists(), reason="there is no speedscope"),
 ]
 
+#: What the page says two frames later: the rows of a lane are drawn after its title.
+DRAWN_TEXT = """new Promise(say => requestAnimationFrame(() => requestAnimationFrame(
+    () => say(document.body.innerText))))"""
+
 
 def lanes_in_speedscope(timeline: Path, directory: Path) -> dict[str, dict[str, float]]:
     """Of each lane, by its name, what it shows and for how many milliseconds in all."""
@@ -39,7 +43,7 @@ def lanes_in_speedscope(timeline: Path, directory: Path) -> dict[str, dict[str, 
         page.press("3")  # a table of what a lane shows
         while True:
             page.wait_for("document.body.innerText.includes('Symbol Name')")
-            text = page.run("document.body.innerText")  # once: it may show another lane after that
+            text = page.run(DRAWN_TEXT)  # once: it may show another lane after that
             title = re.search(r"\n(.*) \((\d+)/(\d+)\)", text)
             assert title is not None, text
             name, number, count = title.groups()
