@@ -163,9 +163,9 @@ class Limit:
 
     def govern(self, scope: anyio.CancelScope) -> None:
         """Keep the deadline of this scope right, until `release`."""
-        self._scope, clock = scope, self.clock
+        self._scope = scope
         self.renew()
-        clock.governed += (self,)
+        self.clock.governed += (self,)
 
     def renew(self) -> None:
         """Set the deadline of the governed scope, as things stand."""
@@ -179,8 +179,10 @@ class Limit:
         clock.governed = tuple([each for each in clock.governed if each is not self])
 
     def __enter__(self) -> Limit:
-        self.govern(scope := anyio.CancelScope())
-        scope.__enter__()
+        self._end = self._find_end()
+        self._scope = anyio.CancelScope(deadline=self._end[0])  # cheaper than one set later
+        self.clock.governed += (self,)
+        self._scope.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> bool | None:

@@ -14,7 +14,7 @@ import itertools
 import re
 from array import array
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollout.chat.encoding import TAG, TextEncoder, WrittenText
@@ -62,6 +62,7 @@ class ContinuationRenderer:
         self.encoder = encoder
         self._source = source
         self._specials = frozenset(encoder.specials.values())
+        self._encode_end = lru_cache(maxsize=16)(encoder.encode)
         self._patterns: dict[tuple[tuple[str, ...], ...], bool] = {}
 
     def render(
@@ -137,7 +138,7 @@ class ContinuationRenderer:
         Only a special token tells that a turn is over; text before it (a space, in some
         templates) is then past, and what comes after it may or may not have been sampled.
         """
-        end = self.encoder.encode(turn_end)
+        end = self._encode_end(turn_end)
         if not end or ids[: len(end)] != end:  # what follows may join its last token
             end = end[: common_length(ids, end)] or ids[:1]
         special = 0

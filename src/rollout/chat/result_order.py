@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollout.errors import TemplateError
@@ -32,16 +33,17 @@ class MessageIds(NamedTuple):
 
 def message_ids(message: object) -> MessageIds:
     """Those of a `Message`, or of a mapping; of anything else, none."""
-    role, calls, answers = (_read(message, name) for name in ("role", "tool_calls", "tool_call_id"))
+    read = message.get if isinstance(message, Mapping) else partial(getattr, message)
+    role, calls, answers = read("role", ""), read("tool_calls", ""), read("tool_call_id", "")
     if role != "assistant":
         return MessageIds(str(role), (), str(answers or "") if role == "tool" else "")
     if not isinstance(calls, Iterable) or isinstance(calls, str | bytes | Mapping):
         calls = ()  # what is no list of calls is refused where it is converted
-    return MessageIds(role, tuple(str(_read(call, "id") or "") for call in calls))
+    return MessageIds(role, tuple([str(_read_id(call) or "") for call in calls]))
 
 
-def _read(value: object, name: str) -> Any:
-    return value.get(name, "") if isinstance(value, Mapping) else getattr(value, name, "")
+def _read_id(call: object) -> Any:
+    return call.get("id") if isinstance(call, Mapping) else getattr(call, "id", "")
 
 
 def order_messages(messages: list[Message]) -> list[Message]:
@@ -78,6 +80,8 @@ def result_order(
             for each in range(start + 1, stop)
             if every[each].answers
         }
+        if tuple(results.values()) == calls and len(results) == len(set(calls)):
+            continue  # they are in order
         if is_checked:
             _check_turn(at, calls, results)
         rank = {call: number for number, call in enumerate(calls)}
