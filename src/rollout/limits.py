@@ -98,8 +98,9 @@ class Limit:
         self.source, self.seconds, self._outer = source, seconds, outer
         self._due = due  # by its own time, which is the loop's less all pauses
         self._pauses, self._stopped_at, self._lost_s = 0, 0.0, 0.0
-        #: When the governed scope ends, and what ends then: a turn makes no `Deadline` for it.
-        self._end: tuple[float, Limit | Deadline] | None = None
+        #: When the governed scope ends, and which limit around it ends then, None for its own: an
+        #: object that refers to itself lives until the next full collection.
+        self._end: tuple[float, Limit | Deadline | None] | None = None
         self._scope: anyio.CancelScope | None = None
 
     def open(self, seconds: float | None, source: str, *, since: float | None = None) -> Limit:
@@ -125,6 +126,7 @@ class Limit:
         Of two that end at the same time that is the outer one.
         """
         at, first = self._end or self._find_end()
+        first = first or self
         return Deadline(at, first.source, first.seconds)
 
     @property
@@ -194,13 +196,14 @@ class Limit:
             raise self.deadline.error()
         return is_caught
 
-    def _find_end(self) -> tuple[float, Limit | Deadline]:
+    def _find_end(self) -> tuple[float, Limit | Deadline | None]:
         around, at = self._find_outer_end(), self._due + self._find_shift_s()
-        return (at, self) if at < around[0] else around
+        return (at, None) if at < around[0] else around
 
     def _find_outer_end(self) -> tuple[float, Limit | Deadline]:
         assert self._outer is not None
-        return self._outer._end or self._outer._find_end()
+        at, first = self._outer._end or self._outer._find_end()
+        return at, first or self._outer
 
     def _find_shift_s(self) -> float:
         """How far its own time is behind the loop's; infinite while it is paused."""

@@ -6,6 +6,8 @@ import gc
 import weakref
 from collections.abc import Iterator
 
+import anyio
+import msgspec
 import pytest
 
 import rollout
@@ -107,3 +109,34 @@ async def test_runtime_leaves_a_disabled_collector_and_a_frozen_heap_alone() -> 
     async with rollout.open_rollout(SILENT.config()):
         pass
     assert gc.get_freeze_count() > 0
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
+@pytest.mark.parametrize("method", ["generate", "stream", "leave", "collect", "stream_groups"])
+async def test_trajectories_go_with_their_batch_and_wait_for_no_collection(method: str) -> None:
+    prompts = [msgspec.structs.replace(PROMPT, uid=f"p{at}") for at in range(24)]
+    async with rollout.open_rollout(SILENT.config()) as runtime:
+        gc.disable()
+        if method == "generate":
+            await runtime.generate(prompts)
+        elif method == "collect":
+            await runtime.collect(iter(prompts), 24)
+        elif method == "stream_groups":
+            async with runtime.stream_groups(iter(prompts)) as groups:
+                while await groups.receive() is not None:
+                    pass
+        else:
+            async with runtime.stream(prompts) as trajectories:
+                async for each in trajectories:
+                    del each
+                    if method == "leave":
+                        break
+        await anyio.wait_all_tasks_blocked()
+        assert runtime.statistics().finished == 24
+        for _ in range(100):  # the thread that made tensors may hold them a moment longer
+            if not (left := [x for x in gc.get_objects() if isinstance(x, rollout.Trajectory)]):
+                break
+            del left
+            await anyio.lowlevel.checkpoint()
+        else:
+            pytest.fail("trajectories of the batch are left")

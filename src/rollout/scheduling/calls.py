@@ -150,13 +150,17 @@ class Call(ABC):
         """Admit members until the call is left or done; then end what is not carried."""
         enter_containment(self.scheduler.services.containment)
         call_limit.set(None)  # where a tool makes this call, its limit is none of the members'
+        watching, admitting = anyio.CancelScope(), anyio.CancelScope()
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._guard, self._watch_deadline)
-                tasks.start_soon(self._guard, self._admit)
+                tasks.start_soon(self._guard, self._watch_deadline, watching)
+                tasks.start_soon(self._guard, self._admit, admitting)
                 while not self._is_done:
                     await self.scheduler.wait_change()
-                tasks.cancel_scope.cancel()
+                # Not the group's scope: what is in the frames of a task that ends by cancellation
+                # lives until a full collection under asyncio, here the call and its trajectories.
+                watching.cancel()
+                admitting.cancel()
         except anyio.get_cancelled_exc_class():  # with the runtime's tasks
             self.is_closed = True
             self.end_with(RolloutError(CLOSED_MEANWHILE))
@@ -168,10 +172,13 @@ class Call(ABC):
             self.scheduler.change()
             self.has_ended.set()
 
-    async def _guard(self, work: Callable[[], Awaitable[object]]) -> None:
-        """Run a task of the call; what it raises is what the call ends with."""
+    async def _guard(
+        self, work: Callable[[], Awaitable[object]], scope: anyio.CancelScope | None = None
+    ) -> None:
+        """Run a task of the call within `scope`; what it raises is what the call ends with."""
         try:
-            await work()
+            with scope or anyio.CancelScope():
+                await work()
         except (Exception, KeyboardInterrupt) as error:
             self.end_with(error)
 

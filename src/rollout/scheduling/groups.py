@@ -275,6 +275,7 @@ class Groups:
         del self.open[group]
         self.counts[verdict] += 1
         if verdict != "accepted":
+            group.release()
             self._refused_in_a_row += 1
             self._first_refusal = self._first_refusal or why
             return

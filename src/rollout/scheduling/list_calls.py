@@ -106,6 +106,9 @@ class ListCall(Call):
         for group in open_groups:
             self._tell_rewarded(group.ended)
         self.scheduler.count_lost(self.members)
+        for group in self._batch:  # else this call and its groups refer to each other
+            group.call = None
+            group.release()
         self._send.close()
 
     # Deliveries.
@@ -124,7 +127,6 @@ class ListCall(Call):
         if self.scheduler.events.tells_all:
             emit_group_ended(self.scheduler.events, wanted)
         self.groups.settle(group, "delivered")
-        group.ended = {}  # else members, their groups and trajectories refer to each other
         if self.waits_for_group:
             await self._deliver(wanted)
 

@@ -233,6 +233,10 @@ class MemberGroup:
             if member in members:
                 members.remove(member)
 
+    def release(self) -> None:
+        """Refer to no members more: with them it would live until a full collection."""
+        self.waiting, self.ended = [], {}
+
     def restart(self) -> MemberGroup:
         """Make a group of the same prompt and number, without members."""
         return MemberGroup(self.number, self.prompt)

@@ -250,10 +250,13 @@ class SourceCall(Call):
             group.delivery = number
         try:
             last = max((group.delivery for group in groups), default=0)
-            return await log.wait_written(last, self.deadline.at)
+            failure = await log.wait_written(last, self.deadline.at)
         except BaseException:
             self.take_back(groups)
             raise
+        for group in groups:
+            group.release()
+        return failure
 
     def take_back(self, groups: Sequence[MemberGroup]) -> None:
         """Return groups that the caller did not get to this call, or to the next one."""
