@@ -303,14 +303,14 @@ class Containment:
         while True:
             # Code that is cancelled from now on has `cleanup_s` to end: it is seen in time.
             first = min((code.ends_at for code in self.present), default=math.inf)
-            due = min(first, self.clock()) + self.cleanup_s
-            await anyio.sleep_until(due)
-            # Where the loop was late, so was the code: it gets that time too.
-            late_s = self.clock() - due
-            await anyio.sleep(late_s)
-            now = self.clock() - late_s
+            due = wakes_at = min(first, self.clock()) + self.cleanup_s
+            await anyio.sleep_until(wakes_at)
+            # Where the loop was late, so was the code: it gets that time too, and so on.
+            while (late_s := self.clock() - wakes_at) > self.cleanup_s / 10:
+                wakes_at = self.clock() + late_s
+                await anyio.sleep_until(wakes_at)
             for code in reversed(self.present):
-                if code.ends_at + self.cleanup_s <= now:
+                if code.ends_at + self.cleanup_s <= due:
                     code.stop()
 
     async def _name_rest(self) -> None:
