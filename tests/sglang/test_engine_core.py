@@ -21,6 +21,7 @@ from rollout.bridge import wait_future
 from rollout.engine.cores.sglang import SGLangCore
 from rollout.engine.cores.sglang import sglang_core as core_module
 from rollout.engine.weights import DiskWeights
+from rollout.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
