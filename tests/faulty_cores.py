@@ -78,8 +78,7 @@ class UpdatableCore(MortalCore):
 
     Args:
         load_s: What loading takes.
-        name: With "picky" it refuses "odd" directories too; with "fragile" it breaks of them; with
-            "forgetful" it cannot change them in place.
+        name: With "picky" it refuses "odd" directories too; with "fragile" it breaks of them.
     """
 
     def __init__(self, *, load_s: float = 0.0, name: str = "", **options: Any) -> None:
@@ -88,8 +87,6 @@ class UpdatableCore(MortalCore):
         self.loaded: list[str] = []
         self._load_s = load_s
         self._name = name
-        able = msgspec.structs.replace(self.info.capabilities, in_place=name != "forgetful")
-        self.info = msgspec.structs.replace(self.info, capabilities=able)
 
     async def update_weights(self, version: int, source: DiskWeights) -> None:
         """Take some time."""

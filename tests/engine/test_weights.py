@@ -320,16 +320,6 @@ async def test_update_with_state_beyond_the_tokens_begins_anew_and_says_so(
         assert generation.restarts == ("it was interrupted (sampling.presence_penalty)",)
 
 
-async def test_update_in_place_of_a_core_that_cannot_say_what_sampled_a_token_is_refused(
-    cores: list[Any],
-) -> None:
-    async with pool_of(2, name="forgetful").serving() as pool:
-        with pytest.raises(EngineError, match=r"^mode = 'in_place': engine-0 \(counting\) does"):
-            await pool.update_weights(8, W8, "in_place")
-        assert [core.loaded for core in cores] == [[], []]
-        await pool.update_weights(8, W8)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -323,6 +323,20 @@ async def test_core_request_amid_a_change_of_weights_leaves_no_prefix_to_later_o
     assert {chunk.weight_version for chunk in after.chunks} == {1}
 
 
+async def test_core_weights_under_requests_need_a_version_that_names_what_sampled_a_token(
+    core: SGLangCore, llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core._sglang, "names_versions", False)
+    request = asked(prompts(1)[0], max_new_tokens=480, ignore_eos=True)
+    async with anyio.create_task_group() as tasks:
+        await started(core, request, tasks)
+        with pytest.raises(EngineError, match=r"^mode = 'in_place': this version of SGLang does "):
+            await core.update_weights(1, DiskWeights(llama))
+        core.abort_nowait(request.request_id)
+    assert core.info.weight_version == 0
+    await core.update_weights(0, DiskWeights(llama))
+
+
 async def test_core_larger_priority_leaves_the_queue_first(core: SGLangCore) -> None:
     ends: list[int] = []
 

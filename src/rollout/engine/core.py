@@ -161,8 +161,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         weights: Where it takes other weights from while it serves: "disk", "tensors", "groups".
-        in_place: Whether weights may change under running requests, of whose tokens it says which
-            sampled them.
+        in_place: Whether weights may change under running requests.
         sleep_levels: How deep it can sleep; see `BaseCore.sleep`.
         sleep_tags: What it can take back by itself when it wakes up.
         no_sleep: Why its memory cannot be released; empty where it can, or where that is not known.

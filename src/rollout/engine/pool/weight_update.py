@@ -132,13 +132,6 @@ class WeightUpdater:
         if isinstance(source, DistributedWeights):
             check_broadcast(source, serving)
         for replica in serving:
-            assert replica.channel is not None  # it serves
-            info = replica.channel.info
-            if mode == "in_place" and not info.capabilities.in_place:
-                raise EngineError(
-                    f"mode = 'in_place': {replica.name} ({info.core}) does not say which weights "
-                    "sampled which token; expected 'wait' or 'abort_and_resume'"
-                )
             if mode == "wait" and replica.released and replica.in_flight:
                 why = "sleeps with requests under way, which end after wake_up only"
                 raise EngineError(f"mode = 'wait': {replica.name} {why}; expected another mode")

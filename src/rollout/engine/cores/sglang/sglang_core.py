@@ -160,7 +160,8 @@ class SGLangCore(BaseCore[AnswerReader]):
         Their tokens leave when SGLang says what sampled each; see `AnswerReader`.
 
         Raises:
-            EngineError: There are no such weights, or they are of another model.
+            EngineError: There are no such weights, they are of another model, or requests run of
+                which this version of SGLang could not say what sampled their tokens.
             EngineBroken: SGLang did not load them.
         """
         sglang = self._serving()
@@ -168,6 +169,12 @@ class SGLangCore(BaseCore[AnswerReader]):
         await to_thread.run_sync(
             check_checkpoint, source.path, sglang.model_path, abandon_on_cancel=True
         )
+        are_running = not all(entry.is_over for entry in self._open.values())
+        if are_running and not sglang.names_versions:
+            raise EngineError(
+                "mode = 'in_place': this version of SGLang does not say which weights sampled "
+                "which token; expected 'wait' or 'abort_and_resume', or SGLang 0.5.20 or later"
+            )
         await self._take_back(("weights",))
         await self._load(source.path, version)
 
