@@ -63,6 +63,8 @@ logger = logging.getLogger("rollout.scheduling")
 ENGINE, SANDBOX = "engine", "sandbox"
 #: Of the attempts before the first.
 _NO_COUNTS: Mapping[str, float] = {}
+#: What an agent may have put something in the place of.
+_CONTEXT_NAMES = frozenset(dir(AgentContext))
 
 
 def limit_trajectory(
@@ -249,7 +251,7 @@ async def _end_agent(run: TrajectoryRun) -> None:
     member, context = run.member, run.context
     run.clock.release()
     member.running, member.concluding_since = None, run.clock.now()
-    for name in [each for each in vars(context) if hasattr(AgentContext, each)]:
+    for name in vars(context).keys() & _CONTEXT_NAMES:
         delattr(context, name)  # the agent has put something in the place of a method
     if run.code.error is not None:
         _settle_failure(context, run.code.error)
