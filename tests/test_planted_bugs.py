@@ -394,9 +394,9 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def _(patch: pytest.MonkeyPatch) -> None:
     real = trajectory_module.make_sampling
 
-    def make_sampling(config: Any, overrides: Any, *, validate: bool) -> Any:
-        real(config, overrides, validate=validate)
-        return real(config, {}, validate=validate)
+    def make_sampling(config: Any, *overrides: Any, validate: bool) -> Any:
+        real(config, *overrides, validate=validate)
+        return real(config, validate=validate)
 
     patch.setattr(trajectory_module, "make_sampling", make_sampling)
 
@@ -405,8 +405,8 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def _(patch: pytest.MonkeyPatch) -> None:
     real = trajectory_module.make_sampling
 
-    def make_sampling(config: Any, overrides: Any, *, validate: bool) -> Any:
-        return real(config, overrides, validate=False)
+    def make_sampling(config: Any, *overrides: Any, validate: bool) -> Any:
+        return real(config, *overrides, validate=False)
 
     patch.setattr(trajectory_module, "make_sampling", make_sampling)
 
