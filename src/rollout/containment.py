@@ -35,6 +35,8 @@ T = TypeVar("T")
 
 #: How many waits in the clean-up of stopped code are broken off.
 _MOST_THROWS = 10
+#: How often in a row code gets more time because the loop was late.
+_MOST_LATE = 20
 #: The containment of this task, and the contained code that this task runs.
 _containment: ContextVar[Containment | None] = ContextVar("rollout_containment", default=None)
 _around: ContextVar[Contained[Any] | None] = ContextVar("rollout_contained", default=None)
@@ -304,11 +306,12 @@ class Containment:
             # Code that is cancelled from now on has `cleanup_s` to end: it is seen in time.
             first = min((code.ends_at for code in self.present), default=math.inf)
             due = wakes_at = min(first, self.clock()) + self.cleanup_s
-            await anyio.sleep_until(wakes_at)
-            # Where the loop was late, so was the code: it gets that time too, and so on.
-            while (late_s := self.clock() - wakes_at) > self.cleanup_s / 10:
-                wakes_at = self.clock() + late_s
+            for _ in range(_MOST_LATE):
                 await anyio.sleep_until(wakes_at)
+                late_s = self.clock() - wakes_at
+                if late_s <= self.cleanup_s / 10:
+                    break
+                wakes_at += 2 * late_s  # the loop was late, and so was the code: it gets that time
             for code in reversed(self.present):
                 if code.ends_at + self.cleanup_s <= due:
                     code.stop()
