@@ -35,8 +35,6 @@ T = TypeVar("T")
 
 #: How many waits in the clean-up of stopped code are broken off.
 _MOST_THROWS = 10
-#: How often in a row code gets more time because the loop was late.
-_MOST_LATE = 20
 #: The containment of this task, and the contained code that this task runs.
 _containment: ContextVar[Containment | None] = ContextVar("rollout_containment", default=None)
 _around: ContextVar[Contained[Any] | None] = ContextVar("rollout_contained", default=None)
@@ -305,15 +303,14 @@ class Containment:
         while True:
             # Code that is cancelled from now on has `cleanup_s` to end: it is seen in time.
             first = min((code.ends_at for code in self.present), default=math.inf)
-            due = wakes_at = min(first, self.clock()) + self.cleanup_s
-            for _ in range(_MOST_LATE):
-                await anyio.sleep_until(wakes_at)
-                late_s = self.clock() - wakes_at
-                if late_s <= self.cleanup_s / 10:
-                    break
-                wakes_at += 2 * late_s  # the loop was late, and so was the code: it gets that time
+            due = min(first, self.clock()) + self.cleanup_s
+            await anyio.sleep_until(due)
+            # Where the loop was late, so was the code: it gets that time too.
+            late_s = self.clock() - due
+            await anyio.sleep(late_s)
+            now = self.clock() - late_s
             for code in reversed(self.present):
-                if code.ends_at + self.cleanup_s <= due:
+                if code.ends_at + self.cleanup_s <= now:
                     code.stop()
 
     async def _name_rest(self) -> None:

@@ -16,7 +16,6 @@ import anyio.lowlevel
 import attrs
 import pytest
 import trio
-import trio.testing
 
 import rollout
 from rollout import AgentLoop, Group, Outcome, Prompt, RolloutBatch, Trajectory, function_tool
@@ -834,33 +833,3 @@ async def test_agent_swallows_a_cancellation_with_a_reason_of_failures_it_ends_o
     (trajectory,) = batch.trajectories
     assert (trajectory.outcome, trajectory.reason) == (Outcome.CANCELLED, "engine")
     assert trajectory.generated_length
-
-
-@register_agent("cleans_up_on_the_loop")
-class CleansUpOnTheLoop(AgentLoop):
-    """When it is cancelled it keeps the loop busy for four seconds, one at a time."""
-
-    async def run(self, context: AgentContext) -> None:
-        try:
-            await anyio.sleep_forever()
-        finally:
-            clock = trio.lowlevel.current_clock()
-            assert isinstance(clock, trio.testing.MockClock)
-            with anyio.CancelScope(shield=True):
-                for _ in range(4):
-                    clock.jump(1.0)
-                    await anyio.lowlevel.checkpoint()
-
-
-async def test_many_clean_up_longer_than_cleanup_s_on_a_busy_loop_and_all_are_cancelled() -> None:
-    prompts = [user("x", uid=f"{at}", agent_name="cleans_up_on_the_loop") for at in range(20)]
-    async with rollout.open_rollout(OK.config(limits=LIMITS)) as runtime:
-
-        async def cancel() -> None:
-            await anyio.sleep(1)
-            runtime.cancel(reason="enough")
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(cancel)
-            batch = await runtime.generate(prompts)
-    assert outcomes(batch) == ["cancelled"] * 20
