@@ -61,11 +61,17 @@ class StoppableCoroutine(Generator[Any, Any, Any]):
 
     def send(self, value: Any) -> Any:
         """Resume it."""
-        return self._replace() if self.is_stopped else self.coroutine.send(value)
+        try:
+            return self._replace() if self.is_stopped else self.coroutine.send(value)
+        finally:
+            del value  # an error that was sent refers to this frame
 
     def throw(self, *error: Any) -> Any:
         """Resume it with an error."""
-        return self._replace() if self.is_stopped else self.coroutine.throw(*error)
+        try:
+            return self._replace() if self.is_stopped else self.coroutine.throw(*error)
+        finally:
+            del error
 
     def _replace(self) -> Any:
         # Each throw breaks off a wait of its clean-up: `close` alone would leave async generators,
@@ -213,6 +219,7 @@ class Contained(Generic[T]):
             self._body = None  # which holds this object, and so what the code returned
             self._report()
             del self._containment.present[self]
+            del self  # whose error refers to this frame
 
     def stop(self) -> None:
         """Report the code as unresponsive, and never resume it."""

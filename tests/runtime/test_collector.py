@@ -13,7 +13,7 @@ import pytest
 import rollout
 from rollout.config import SchedulingConfig
 from rollout.runtime.collector import SELDOM
-from rollout.testing import Scenario
+from rollout.testing import Scenario, tool_call
 
 pytestmark = pytest.mark.anyio
 SILENT = Scenario(seed=1).reply("", "ok")
@@ -133,10 +133,46 @@ async def test_trajectories_go_with_their_batch_and_wait_for_no_collection(metho
                         break
         await anyio.wait_all_tasks_blocked()
         assert runtime.statistics().finished == 24
-        for _ in range(100):  # the thread that made tensors may hold them a moment longer
-            if not (left := [x for x in gc.get_objects() if isinstance(x, rollout.Trajectory)]):
-                break
-            del left
-            await anyio.lowlevel.checkpoint()
-        else:
-            pytest.fail("trajectories of the batch are left")
+        await all_are_gone(rollout.Trajectory)
+
+
+async def all_are_gone(kind: type) -> None:
+    """Without a collection; the thread that made tensors may hold some a moment longer."""
+    for _ in range(100):
+        if not any(isinstance(each, kind) for each in gc.get_objects()):
+            return
+        await anyio.lowlevel.checkpoint()
+    pytest.fail(f"{kind.__name__}s of the batch are left")
+
+
+@rollout.function_tool
+async def fails(how: str) -> str:
+    """Fail, one way or the other.
+
+    Args:
+        how: Which.
+    """
+    if how == "raises":
+        raise LookupError(how)
+    await anyio.sleep_forever()
+    return ""
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
+@pytest.mark.parametrize("how", ["raises", "times out", "is cancelled"])
+async def test_calls_that_fail_leave_nothing_to_the_collector(how: str) -> None:
+    calling = Scenario(seed=1).reply("hello", tool_call("fails", how=how)).then("ok")
+    limits = rollout.LimitsConfig(tool_s=0.1 if how == "times out" else 60.0)
+    async with rollout.open_rollout(calling.config(limits=limits), [fails]) as runtime:
+        for _ in range(2):  # what is made once, is made in the first
+            gc.collect()
+            gc.disable()
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(runtime.generate, [PROMPT] * 20)
+                if how == "is cancelled":
+                    await anyio.wait_all_tasks_blocked()
+                    runtime.cancel(reason="enough")
+            await anyio.wait_all_tasks_blocked()
+        found = gc.collect()
+        assert runtime.statistics().finished == 40
+        assert found < 20

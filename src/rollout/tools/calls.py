@@ -193,7 +193,7 @@ class ToolGate:
                 has_time = limit and anyio.current_time() + pause_s < limit.deadline.at
                 is_last = tries > policy.retries or not policy.is_transient(cause or error)
                 if is_last or not has_time:
-                    text = f"{error} (after {tries} attempts)" if tries > 1 else error
+                    text = f"{error} (after {tries} attempts)" if tries > 1 else str(error)
                     raise ToolError(text) from cause
             await anyio.sleep(pause_s)
 

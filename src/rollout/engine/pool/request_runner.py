@@ -175,7 +175,8 @@ class RequestRunner:
                 try:
                     await request.done.wait()
                 except BaseException as error:
-                    await self._abort(request, replica, error)
+                    is_cancelled = isinstance(error, anyio.get_cancelled_exc_class())
+                    await self._abort(request, replica, is_cancelled=is_cancelled)
                     raise
                 finally:
                     if self._events.is_on and request.is_running:
@@ -253,11 +254,11 @@ class RequestRunner:
             raise
         return replica
 
-    async def _abort(self, request: Generation, replica: Replica, error: BaseException) -> None:
+    async def _abort(self, request: Generation, replica: Replica, *, is_cancelled: bool) -> None:
         """Have the engine end a request; wait for its last tokens where the caller is cancelled."""
         if replica.channel is not None:
             replica.channel.abort_nowait(request.request_id)
-        if isinstance(error, anyio.get_cancelled_exc_class()):  # else the coroutine is being closed
+        if is_cancelled:  # else the coroutine is being closed
             with cleanup_scope(self._last_answer_s):
                 await request.done.wait()
         request.is_abandoned = True
