@@ -106,7 +106,7 @@ class ListCall(Call):
         for group in open_groups:
             self._tell_rewarded(group.ended)
         self.scheduler.count_lost(self.members)
-        for group in self._batch:  # else this call and its groups refer to each other
+        for group in self._batch:  # which would refer to this call, and it to them
             group.call = None
             group.release()
         self._send.close()

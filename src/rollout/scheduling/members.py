@@ -234,7 +234,7 @@ class MemberGroup:
                 members.remove(member)
 
     def release(self) -> None:
-        """Refer to no members more: with them it would live until a full collection."""
+        """Forget its members, which refer to it: all would live until a full collection."""
         self.waiting, self.ended = [], {}
 
     def restart(self) -> MemberGroup:
