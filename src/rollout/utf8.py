@@ -52,6 +52,6 @@ def list_texts(values: list[Any]) -> list[str]:
         for item in value if isinstance(value, (list, tuple)) else (*value, *value.values()):
             if isinstance(item, str):
                 texts.append(item)
-            elif isinstance(item, (dict, list, tuple, Mapping)):
+            elif item is not None and isinstance(item, (dict, list, tuple, Mapping)):
                 waiting.append(item)
     return texts

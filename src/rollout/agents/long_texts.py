@@ -12,6 +12,7 @@ from rollout.worker_threads import WorkerThreads, may_leave_loop
 
 T = TypeVar("T")
 
+_TEXTS = (str, bytes, bytearray)
 #: A message, or part of one, takes as long as so many characters at least.
 _OVERHEAD = 16
 #: By what threads that were left behind are counted.
@@ -41,12 +42,14 @@ def room_beside(value: object, room: int = LONG) -> int:
     waiting = [value]
     while waiting and room >= 0:
         item = waiting.pop()
-        if isinstance(item, str | bytes | bytearray):
+        if item is None:
+            continue
+        if isinstance(item, _TEXTS):
             room -= len(item)
             continue
         room -= _OVERHEAD
         if isinstance(item, msgspec.Struct):
-            waiting += (each for each in msgspec.structs.astuple(item) if each is not None)
+            waiting += msgspec.structs.astuple(item)
         elif isinstance(item, Collection) and getattr(item, "shape", None) != ():
             room -= _OVERHEAD * len(item)
             if room >= 0:
