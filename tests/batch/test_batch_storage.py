@@ -287,11 +287,16 @@ def test_batch_values_that_fail_when_written_do_not_lose_the_batch(tmp_path: Pat
     odd = Message(
         role="assistant", content="hm", tool_calls=(ToolCall(name="f", arguments={"x": Sulky()}),)
     )
-    extra = {"sulky": Sulky(), "cyclic": cyclic, "itself": itself}
+    deep: list[Any] = []
+    for _ in range(500):
+        deep = [deep]
+    extra = {"sulky": Sulky(), "cyclic": cyclic, "itself": itself, "huge": 10**5000, "deep": deep}
     rows = trajectories(extra=extra, messages=[odd])
     collate(rows, LENGTHS, 0).save(tmp_path)
     loaded = RolloutBatch.load(tmp_path)
     assert isinstance(loaded.samples[0].extra.pop("itself"), dict)
+    for name in ("huge", "deep"):
+        assert isinstance(loaded.samples[0].extra.pop(name), str)
     assert loaded.samples[0].extra == {
         "sulky": f"<{Sulky.__qualname__} whose repr raises RuntimeError>",
         "cyclic": "[[...]]",

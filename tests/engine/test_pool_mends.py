@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import attrs
@@ -22,7 +22,7 @@ from fake_core import CountingCore
 from faulty_cores import MortalCore, UpdatableCore
 from rollout.engine.channel.child import ChildSpec
 from rollout.engine.channel.framing import FrameStream
-from rollout.engine.core import Chunk, EngineBroken, SamplingParams
+from rollout.engine.core import Chunk, EngineBroken, EngineLoad, SamplingParams
 from rollout.engine.placement import ray as ray_placement
 from rollout.engine.placement.engine_process import encode_spec
 from rollout.engine.placement.in_process import InProcess
@@ -325,6 +325,30 @@ async def test_request_that_only_waits_to_be_sent_is_not_blamed_for_engines_that
             await anyio.sleep(0.1)
     assert (len(cores), answers) == (6, [[101, 102, 103]])
     assert pool.recoveries.failed == 0
+
+
+class FailingCore(CountingCore):
+    """Raises when its load is asked for."""
+
+    errors: ClassVar[list[BaseException]] = []
+
+    def load(self) -> EngineLoad:
+        """Raise what there is, or say."""
+        if self.errors:
+            raise self.errors.pop()
+        return super().load()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), SystemExit(3), BaseException("boom")])
+async def test_core_in_process_that_raises_is_lost_and_started_again(
+    error: BaseException, rollout_clock: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = pool_of(f"{__name__}:FailingCore", token_s=1.0)
+    async with pool.serving():
+        FailingCore.errors.append(error)
+        assert await ask(pool, 100, 12) == [*range(101, 113)]
+        assert pool.statistics()[0].starts == 2
+    assert "its core failed; it is lost" in caplog.text
 
 
 def test_engines_log_at_the_level_of_their_driver(caplog: pytest.LogCaptureFixture) -> None:

@@ -148,8 +148,12 @@ async def test_sleep_between_batches_engines_are_awake_in_batches_only() -> None
 async def test_sleep_wrong_argument_engines_stay_awake() -> None:
     recorder = Recorder()
     async with recorder.open_rollout(config_of()) as runtime:
-        with pytest.raises(EngineError, match=r"^level = 3; expected 1 or 2$"):
-            await runtime.sleep(3)
+        for level in (3, True, 1.0, "1", [1]):
+            with pytest.raises(EngineError) as caught:
+                await runtime.sleep(level)  # type: ignore[arg-type]
+            assert str(caught.value) == f"level = {level!r}; expected 1 or 2"
+        with pytest.raises(EngineError, match=r"^tags = None; expected some of kv_cache, weights$"):
+            await runtime.wake_up(None)  # type: ignore[arg-type]
         with pytest.raises(EngineError, match=r"^tags: 'kv'; expected kv_cache, weights$"):
             await runtime.wake_up(["kv"])
         await runtime.flush_cache()

@@ -335,6 +335,10 @@ async def test_update_with_state_beyond_the_tokens_begins_anew_and_says_so(
             (8, DiskWeights(5)),
             "source = DiskWeights(path=5); Expected `str`, got `int` - at `$[1]`",
         ),
+        (
+            (8, DiskWeights(b"/w")),
+            "source = DiskWeights(path=b'/w'); Expected `str`, got `bytes` - at `$[1]`",
+        ),
     ],
 )
 async def test_update_wrong_argument_nothing_changes(

@@ -88,12 +88,20 @@ def spoil(name: str, context: AgentContext) -> None:
     setattr(context, name, object())
 
 
+class Unshowable:
+    """Cannot be shown."""
+
+    def __repr__(self) -> str:
+        raise BaseException("no repr")
+
+
 SPOILERS: dict[str, Callable[[Any], object]] = {
     "deadline": lambda context: setattr(context, "deadline", None),
     "extra": lambda context: setattr(context, "extra", None),
     "transcript": lambda context: setattr(context, "transcript", "text"),
     "messages": lambda context: setattr(context, "messages", 5),
     "scores": lambda context: context.turn_scores.append("good"),
+    "scores without a repr": lambda context: context.turn_scores.append(Unshowable()),
     "tool rewards": lambda context: setattr(context, "tool_rewards", None),
     "turns": lambda context: setattr(context, "user_turns", "two"),
     "outcome": lambda context: context.end("finished", "because"),

@@ -36,6 +36,7 @@ DIFFERENCES = {
     "call_made_on_the_analysis_channel": "theirs is a message; calls in reasoning are not executed",
     "call_cut_on_the_analysis_channel": "theirs is a message; calls in reasoning are not executed",
     "end_token_twice": "theirs refuses the second end token; nothing is lost without it",
+    "nameless_recipient_is_no_tool": "theirs calls nothing; the model must hear of it",
     "analysis_opened_by_the_prompt": "theirs is told nothing of the prompt's analysis",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from time import process_time  # noqa: TID251  (what is compared is CPU time)
 
 import pytest
@@ -95,7 +96,7 @@ def test_parser_call_after_too_many_tags_is_content() -> None:
     [
         ("pythonic", "[f(x=[{}])]", "'[None,"),
         ("gemma", "<|tool_call>call:f{{x:[{}]}}<tool_call|>", "'None,"),
-        ("llama3", "<|python_tag|>f.call(x=[None,{}])", "'[None,"),
+        ("llama3", "<|python_tag|>f.call(x=[None,{}])", "'x=[None,"),
     ],
 )
 def test_parser_call_with_too_many_values_is_invalid(name: str, text: str, shown: str) -> None:
@@ -104,6 +105,39 @@ def test_parser_call_with_too_many_values_is_invalid(name: str, text: str, shown
     (call,) = get_tool_parser(name).parse(text.format("None," * MAX_VALUES)).calls
     assert isinstance(call, InvalidToolCall)
     assert call.reason.startswith(f"more than 50,000 values in a call: {shown}")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("pythonic", "[f({})]"),
+        ("gemma", "```tool_code\nf({})\n```"),
+        ("llama3", "<|python_tag|>f.call({})"),
+    ],
+)
+def test_parser_call_with_too_many_arguments_is_invalid(name: str, text: str) -> None:
+    (call,) = get_tool_parser(name).parse(text.format("x=1," * 9)).calls
+    assert isinstance(call, ToolCall)
+    (call,) = get_tool_parser(name).parse(text.format("x=1," * (MAX_VALUES + 2))).calls
+    assert isinstance(call, InvalidToolCall)
+    assert re.match(r"more than 50,000 values in a call: '(f\()?x=1,", call.reason)
+
+
+@pytest.mark.parametrize("deep", [1, 20, 48])
+def test_parser_brackets_that_open_before_a_faulty_list_are_read_once(deep: int) -> None:
+    def nested(commas: int) -> str:
+        return "x " + "[f(a=q, " * deep + "1," * commas + ")]" * deep
+
+    assert any(is_linear("pythonic", nested(5_000), nested(40_000)) for _ in range(3))
+    text = nested(400_000)
+    assert any(seconds("pythonic", text) < 1.0 for _ in range(3))  # it parses twice
+
+
+def test_parser_fence_of_many_calls_is_read_as_far_as_a_turn_may_have() -> None:
+    text = "```tool_code\n" + "f(x=1)\n" * 100_000 + "```"
+    assert any(seconds("gemma", text) < 1.0 for _ in range(3))
+    (call,) = get_tool_parser("gemma").parse(text).calls
+    assert isinstance(call, InvalidToolCall)
 
 
 def test_parser_value_that_may_be_text_only_is_read_as_nothing_else(

@@ -181,7 +181,9 @@ def make_floats(metrics: Mapping[str, float]) -> dict[str, float]:
 def _write(value: Any, where: str, depth: int = 0) -> Any:
     """`value` in builtins, with a text for what JSON cannot hold, of which a warning tells."""
     try:
-        return msgspec.to_builtins(value, enc_hook=_list_array, str_keys=True)
+        made = msgspec.to_builtins(value, enc_hook=_list_array, str_keys=True)
+        msgspec.json.encode(_escape(made))
+        return made
     except Exception as error:  # whatever a foreign object raises
         if isinstance(value, msgspec.Struct):
             value = msgspec.structs.asdict(value)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollout.chat.reasoning import END_THINK, THINK
+from rollout.chat.reasoning import TAGS
 from rollout.chat.tokenizer_backend import (
     Decode,
     Encode,
@@ -121,9 +121,9 @@ class TextEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         tokens = tokenizer.added_tokens_decoder
         self.specials = {each.content: at for at, each in tokens.items() if _is_special(each)}
-        own = (THINK, END_THINK)
+        own = {t for pair in TAGS for tag in pair for t in self.specials if tag.startswith(t)}
         tags = (each for each in tokens.values() if TAG.fullmatch(each.content))
-        self.tags = {tag.content for tag in tags if not tag.special or tag.content in own}
+        self.tags = own | {tag.content for tag in tags if not tag.special}
         self.pattern = re.compile(f"({match_any(self.specials).pattern})")
         self.added = len(tokens)
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)

@@ -388,7 +388,7 @@ def _make_trajectory(run: TrajectoryRun, ending: Ending) -> Trajectory:
 def _check_numbers(name: str, values: list[Any]) -> list[float]:
     for value in values:
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise AgentError(f"context.{name} has {value!r:.80}; expected numbers")
+            raise AgentError(f"context.{name} has a {type(value).__name__}; expected numbers")
     return values
 
 

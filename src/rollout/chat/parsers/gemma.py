@@ -20,7 +20,7 @@ from rollout.chat.parsers.pythonic import (
     unescape,
 )
 from rollout.chat.parsers.registry import register_tool_parser
-from rollout.chat.parsers.scan import TaggedParser, TurnScan
+from rollout.chat.parsers.scan import MAX_CALLS, TaggedParser, TurnScan
 
 _FENCE = "```"
 #: What opens and closes calls.
@@ -88,6 +88,10 @@ class GemmaParser(TaggedParser):
     def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
         if opening[0] not in _ENDS and opening["fence"] is None:
             return len(scan.text)
+        if opening["fence"] is not None:  # which a string may quote, and leave open at the end
+            is_in_string = scan.text[fault.at : fault.at + 1] in ("'", '"')
+            end = len(scan.text) if is_in_string else scan.find(_FENCE, fault.at)
+            return min(end + len(_FENCE), len(scan.text))
         if not fault.is_open:
             return fault.at
         stop = scan.nesting(_NESTED.get(opening[0], _NESTED_FENCE)).find_stop(opening.end())
@@ -100,6 +104,8 @@ def _read_fence(scan: TurnScan, at: int) -> int:
     while not calls or not scan.text.startswith(_FENCE, at := scan.skip_space(at)):
         more, at = read_statement(scan.text, at)
         calls += more
+        if len(calls) > MAX_CALLS:  # `add_call` refuses them
+            break
     for call in calls:
         scan.add_call(*call)
     return at + len(_FENCE)

@@ -22,7 +22,7 @@ class FaultyCall(ValueError):
     """A call is not what its format wants.
 
     Attributes:
-        at: Where.
+        at: Where, or past what is faulty in all.
         is_open: Whether a value may be open there, so that what follows may be quoted in it.
         is_cut: Whether a string of its JSON reaches to the end of the text.
     """

@@ -53,10 +53,14 @@ CALL_LIST = (
 _DOTS = re.compile(r"\[\s*[\w.]+\(\s*(?:\.\.\.|…)")
 
 
-def make_fault(reason: str, text: str, at: int) -> FaultyCall:
-    """The fault that `reason` names, with what stands at `at`."""
+def make_fault(reason: str, text: str, at: int, stop: int | None = None) -> FaultyCall:
+    """The fault that `reason` names, with what stands at `at`.
+
+    Where `stop` is given, what is faulty ends there: brackets in it are not looked at again.
+    """
     seen = text[at : at + 20]
-    return FaultyCall(f"{reason}: {seen!r}" if seen else f"{reason}: the text ends", at)
+    reason = f"{reason}: {seen!r}" if seen else f"{reason}: the text ends"
+    return FaultyCall(reason, at if stop is None else stop)
 
 
 #: Where a call begins and ends, its function and arguments: what `TurnScan.add_call` takes.
@@ -83,11 +87,11 @@ def read_keywords(text: str, at: int) -> tuple[dict[str, Any], int]:
     for start, end in items:
         keyword = _KEYWORD.match(text, start, end)
         if keyword is None:
-            raise make_fault("expected name=value", text, skip_space(text, start))
+            raise make_fault("expected name=value", text, skip_space(text, start), stop)
         try:
             arguments[keyword[1]] = read_literal(text[keyword.end() : end])
         except ValueError as error:
-            raise make_fault(str(error), text, keyword.end()) from None
+            raise make_fault(str(error), text, keyword.end(), stop) from None
     return arguments, stop
 
 
@@ -98,10 +102,14 @@ def read_call_list(text: str, at: int) -> tuple[list[PythonCall], int]:
         FaultyCall: It holds anything else.
     """
     items, stop = _split(text, at)
-    calls = [read_call(text, start) for start, _ in items]
+    try:
+        calls = [read_call(text, start) for start, _ in items]
+    except FaultyCall as fault:
+        fault.at = stop
+        raise
     for (_, stop_of_call, *_), (_, end) in zip(calls, items, strict=True):
         if text[stop_of_call:end].strip():
-            raise make_fault("expected , or ]", text, skip_space(text, stop_of_call))
+            raise make_fault("expected , or ]", text, skip_space(text, stop_of_call), stop)
     return calls, stop
 
 
@@ -165,7 +173,7 @@ def _split(text: str, at: int) -> tuple[list[tuple[int, int]], int]:
     """Where the items stand in the brackets that open at `at`, and after them."""
     items: list[tuple[int, int]] = []
     ends: list[str] = []
-    start = at + 1
+    start, commas = at + 1, 0
     while True:
         part = _PART.match(text, at)
         assert part is not None
@@ -180,6 +188,10 @@ def _split(text: str, at: int) -> tuple[list[tuple[int, int]], int]:
             if len(ends) == 1:
                 items.append((start, at - 1))
                 start = at
+            commas += 1
+            if commas > MAX_VALUES:
+                reason = f"more than {MAX_VALUES:,} values in a call"
+                raise make_fault(reason, text, skip_space(text, start), at)
         elif sign != ends.pop():
             raise make_fault("a bracket closes another one", text, at - 1)
         elif not ends:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable
 from contextlib import asynccontextmanager
@@ -16,12 +17,14 @@ from rollout.engine.placement.memory import MemoryByteStream, memory_stream_pair
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.errors import EngineError
 from rollout.limits import cleanup_scope
-from rollout.scopes import open_task_group
+from rollout.scopes import find_propagating, open_task_group
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from anyio.abc import ByteStream
+
+logger = logging.getLogger("rollout.engine")
 
 Wrap = Callable[[str, EngineCore], EngineCore]
 
@@ -73,6 +76,11 @@ class InProcess:
                 streams.add(stream)
                 try:
                     await server.serve_connection(stream)
+                except BaseException as error:
+                    if find_propagating(error) is not None:
+                        raise
+                    logger.error("%s: its core failed; it is lost", name, exc_info=error)
+                    die()  # as a process of its own would
                 finally:
                     streams.discard(stream)
 

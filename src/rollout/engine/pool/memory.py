@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
-from typing import TYPE_CHECKING
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
@@ -12,11 +14,29 @@ from rollout.engine.core import ALL_TAGS, TAGS_OF_LEVEL
 from rollout.errors import ChannelError, EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Iterable
+    from collections.abc import Awaitable, Callable, Collection
 
     from rollout.engine.channel.channel import Channel
     from rollout.engine.pool.replica import Replica
     from rollout.engine.pool.request_runner import RequestRunner
+
+
+def check_level(level: Any) -> int:
+    """Check the level of a sleep, and return it."""
+    if not isinstance(level, Integral) or isinstance(level, bool) or level not in TAGS_OF_LEVEL:
+        raise EngineError(f"level = {level!r:.80}; expected 1 or 2")
+    return int(level)
+
+
+def check_tags(tags: Any) -> tuple[str, ...]:
+    """Check the tags of what is woken, and return them."""
+    if isinstance(tags, str) or not isinstance(tags, Iterable):
+        raise EngineError(f"tags = {tags!r:.80}; expected some of {', '.join(ALL_TAGS)}")
+    listed = tuple(tags)
+    for tag in listed:
+        if not isinstance(tag, str) or tag not in ALL_TAGS:
+            raise EngineError(f"tags: {tag!r:.80}; expected {', '.join(ALL_TAGS)}")
+    return listed
 
 
 class MemoryManager:
@@ -34,8 +54,6 @@ class MemoryManager:
             EngineError: A replica cannot, and nothing has been cut off; or it could not, and all
                 are awake, and requests resume.
         """
-        if level not in TAGS_OF_LEVEL:
-            raise EngineError(f"level = {level!r}; expected 1 or 2")
         for replica in self._replicas:
             if replica.channel is not None and replica.channel.info.capabilities.no_sleep:
                 raise EngineError(f"{replica.name}: {replica.channel.info.capabilities.no_sleep}")
@@ -60,9 +78,6 @@ class MemoryManager:
             EngineError: A replica could not; it is restarted.
         """
         wanted = frozenset(tags)
-        unknown = sorted(wanted - frozenset(ALL_TAGS))
-        if unknown:
-            raise EngineError(f"tags: {unknown[0]!r}; expected {', '.join(ALL_TAGS)}")
         woken, self._released = self._released & wanted, self._released - wanted
         try:
             if woken:

@@ -19,7 +19,7 @@ from rollout.engine.channel.framing import Notifier
 from rollout.engine.channel.messages import ChannelSettings, ClientExpectations
 from rollout.engine.core import ALL_TAGS, TAGS_OF_LEVEL
 from rollout.engine.cores.checks import check_ids
-from rollout.engine.pool.memory import MemoryManager
+from rollout.engine.pool.memory import MemoryManager, check_level, check_tags
 from rollout.engine.pool.replica import (
     LoadWindow,
     Replica,
@@ -424,7 +424,7 @@ class EnginePool:
         Raises:
             EngineError: An engine could not; all stay awake.
         """
-        tags = TAGS_OF_LEVEL.get(level, ())
+        tags = TAGS_OF_LEVEL[(level := check_level(level))]
         with self._emitting(partial(MemoryChanged, action="sleep", tags=tags)):
             await self._run_alone(partial(self._memory.sleep, level))
 
@@ -436,7 +436,7 @@ class EnginePool:
         Raises:
             EngineError: An engine could not; it is restarted.
         """
-        tags = tuple(tags)
+        tags = check_tags(tags)
         with self._emitting(partial(MemoryChanged, action="wake_up", tags=tags)):
             await self._run_alone(partial(self._memory.wake_up, tags))
 

@@ -265,7 +265,7 @@ class WeightUpdater:
 
 def check_update(version: Any, source: Any, mode: Any) -> int:
     """Check the arguments of an update; returns the version."""
-    if mode not in UPDATE_MODES:
+    if not isinstance(mode, str) or mode not in UPDATE_MODES:
         raise EngineError(f"mode = {mode!r:.80}; expected {', '.join(UPDATE_MODES)}")
     is_integer = isinstance(version, Integral) and not isinstance(version, bool)
     if not is_integer or not 0 <= version < 2**31:
@@ -276,7 +276,7 @@ def check_update(version: Any, source: Any, mode: Any) -> int:
         )
     if isinstance(source, msgspec.Struct):  # it goes to the engines
         try:
-            msgspec.convert(msgspec.to_builtins(source), type(source))
+            msgspec.convert(msgspec.to_builtins(source, builtin_types=(bytes,)), type(source))
         except (TypeError, msgspec.ValidationError) as error:
             raise EngineError(f"source = {source!r:.80}; {error}") from error
     return int(version)
