@@ -16,10 +16,9 @@ import pytest
 
 from fake_core import CountingCore
 from own_processes import python_process
+from pools import make_pool
 from rollout.engine.placement.local_process import LocalProcess
-from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.pool.pool import EnginePool
-from rollout.engine.routing import Router
 from slow_cases import slow_but
 
 pytestmark = pytest.mark.process
@@ -67,12 +66,8 @@ class ClosingCore(ParentCore):
 
 
 def pool_of(core: str, notes: str) -> EnginePool:
-    return EnginePool(
-        placement=LocalProcess(),
-        specs=[CoreSpec(f"test_driver_death:{core}", {"notes": notes})],
-        router=Router(),
-        start_timeout_s=60,
-    )
+    core = f"test_driver_death:{core}"
+    return make_pool(core, {"notes": notes}, placement=LocalProcess(), start_timeout_s=60)
 
 
 def be_a_driver(core: str, notes: str, backend: str, is_forking: bool) -> None:

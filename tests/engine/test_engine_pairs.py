@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
 from typing import Any
 
 import anyio
 import pytest
 
+from pools import generate
 from rollout.config import (
     CustomEngine,
     InProcessPlacement,
@@ -18,7 +18,7 @@ from rollout.config import (
     SimulatedEngine,
     TransformersEngine,
 )
-from rollout.engine import SamplingParams, open_engines
+from rollout.engine import open_engines
 from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
 
@@ -70,13 +70,7 @@ def config(engine: str, place: str) -> RolloutConfig:
 
 
 async def ask(pool: EnginePool, prompt: list[int], generation: Generation, count: int) -> None:
-    await pool.generate(
-        generation.ask(
-            session_id=str(prompt[-1]),
-            prompt_ids=array("i", prompt).tobytes(),
-            sampling=SamplingParams(max_new_tokens=count, temperature=0.0, ignore_eos=True, seed=7),
-        )
-    )
+    await generate(pool, prompt, count, generation, temperature=0.0, ignore_eos=True, seed=7)
 
 
 async def answers(pool: EnginePool) -> list[list[int]]:

@@ -12,10 +12,10 @@ import anyio
 import httpcore
 import pytest
 
+from pools import generate
 from recorded_server import HEAD, RecordedServer
 from rollout.config import HttpEngine, InProcessPlacement, ModelConfig, RolloutConfig
-from rollout.engine import SamplingParams, open_engines
-from rollout.engine.core import pack_ids
+from rollout.engine import open_engines
 from rollout.engine.placement.memory import MemoryByteStream, memory_stream_pair
 from rollout.engine.pool.generation import Generation
 from test_trainer_settings import save_model
@@ -205,15 +205,7 @@ async def serving(
 
 
 async def ask(pool: EnginePool, generation: Generation | None = None) -> list[int]:
-    generation = generation or Generation()
-    await pool.generate(
-        generation.ask(
-            session_id="s",
-            prompt_ids=pack_ids([5, 6, 7]),
-            sampling=SamplingParams(max_new_tokens=10),
-        )
-    )
-    return generation.ids.tolist()
+    return (await generate(pool, [5, 6, 7], 10, generation)).ids.tolist()
 
 
 @pytest.mark.parametrize("api", APIS)

@@ -16,9 +16,9 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from pools import generate
 from rollout.config import ModelConfig, RolloutConfig, TransformersEngine
 from rollout.engine import DiskWeights, TensorWeights, open_engines
-from rollout.engine.core import SamplingParams, pack_ids
 from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
 from rollout.engine.weight_broadcasting import describe_tensors, receive_weights, send_weights
@@ -62,12 +62,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 async def ask(pool: EnginePool, prompt: list[int], into: Generation, count: int) -> None:
-    await pool.generate(
-        into.ask(
-            session_id=str(id(into)),
-            prompt_ids=pack_ids(prompt),
-            sampling=SamplingParams(max_new_tokens=count, temperature=0.0, ignore_eos=True),
-        )
+    await generate(
+        pool, prompt, count, into, session=str(id(into)), temperature=0.0, ignore_eos=True
     )
 
 

@@ -6,21 +6,18 @@ import os
 import signal
 import subprocess
 import sys
-from array import array
 from pathlib import Path
 
 import anyio
 import psutil
 import pytest
 
-from rollout.engine.core import SamplingParams
+from pools import generate, make_pool
 from rollout.engine.placement.engine_process import LastOutput
 from rollout.engine.placement.local_process import LocalProcess
-from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
 from rollout.engine.pool.request_runner import RecoveryPolicy
-from rollout.engine.routing import Router
 from rollout.errors import EngineError
 from slow_cases import slow_after
 
@@ -48,22 +45,9 @@ def pool_of(
     policy: RecoveryPolicy = "resume",
     **options: object,
 ) -> EnginePool:
-    return EnginePool(
-        placement=LocalProcess(),
-        specs=[CoreSpec(f"fake_core:{core}", options)] * replicas,
-        router=Router(),
-        start_timeout_s=30,
-        policy=policy,
-    )
-
-
-async def ask(pool: EnginePool, generation: Generation, last: int, count: int) -> None:
-    await pool.generate(
-        generation.ask(
-            session_id=str(last),
-            prompt_ids=array("i", [last]).tobytes(),
-            sampling=SamplingParams(max_new_tokens=count),
-        )
+    specs = [options] * replicas
+    return make_pool(
+        f"fake_core:{core}", *specs, placement=LocalProcess(), start_timeout_s=30, policy=policy
     )
 
 
@@ -72,7 +56,7 @@ async def test_generate_many_requests_over_two_processes_each_gets_its_own_token
         generations = [Generation() for _ in range(100)]
         async with anyio.create_task_group() as tasks:
             for last, generation in enumerate(generations):
-                tasks.start_soon(ask, pool, generation, last, 20)
+                tasks.start_soon(generate, pool, [last], 20, generation)
         for last, generation in enumerate(generations):
             assert list(generation.ids) == list(range(last + 1, last + 21))
         assert {g.replica for g in generations} == {"engine-0", "engine-1"}
@@ -119,12 +103,7 @@ def test_last_output_tells_exceptions_that_the_error_does_not(line: str, *, is_t
 
 
 async def test_open_interpreter_does_not_exist_is_named() -> None:
-    pool = EnginePool(
-        placement=LocalProcess(python="/nowhere/python"),
-        specs=[CoreSpec("fake_core:CountingCore", {})] * 1,
-        router=Router(),
-        start_timeout_s=30,
-    )
+    pool = make_pool("fake_core:CountingCore", {}, placement=LocalProcess(python="/nowhere/python"))
     with pytest.raises(EngineError, match=r"^engine-0: cannot run '/nowhere/python'"):
         async with pool.serving():
             pytest.fail("opened")
@@ -157,12 +136,10 @@ async def test_child_killed_in_mid_request_fails_it_and_is_replaced() -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(kill_soon)
             with anyio.fail_after(10), pytest.raises(EngineError, match=r"^engine-0: the "):
-                await ask(pool, generation, 5, 1000)
+                await generate(pool, [5], 1000, generation)
         assert list(generation.ids[:3]) == [6, 7, 8]
-        again = Generation()
         with anyio.fail_after(20):
-            await ask(pool, again, 1, 2)
-        assert list(again.ids) == [2, 3]
+            assert list((await generate(pool, [1], 2)).ids) == [2, 3]
 
 
 async def test_child_frozen_is_given_up_after_the_heartbeat_timeout_and_replaced() -> None:
@@ -171,12 +148,10 @@ async def test_child_frozen_is_given_up_after_the_heartbeat_timeout_and_replaced
         child.suspend()
         start = anyio.current_time()
         with anyio.fail_after(10), pytest.raises(EngineError, match=r"^engine-0: silent for"):
-            await ask(pool, Generation(), 5, 1000)
+            await generate(pool, [5], 1000)
         assert anyio.current_time() - start < 7.5
-        again = Generation()
         with anyio.fail_after(20):
-            await ask(pool, again, 1, 2)
-        assert list(again.ids) == [2, 3]
+            assert list((await generate(pool, [1], 2)).ids) == [2, 3]
     assert not child.is_running()
 
 

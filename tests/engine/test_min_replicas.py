@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from typing import Any
 
 import anyio
@@ -11,13 +10,9 @@ import torch
 
 import rollout
 from faulty_cores import UpdatableCore
+from pools import generate, make_pool
 from rollout.config import SimulatedEngine
-from rollout.engine.core import SamplingParams
-from rollout.engine.placement.in_process import InProcess
-from rollout.engine.placement.placement import CoreSpec
-from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
-from rollout.engine.routing import Router
 from rollout.engine.weight_broadcasting import describe_tensors
 from rollout.engine.weights import DiskWeights
 from rollout.errors import ConfigError, EngineError
@@ -39,26 +34,9 @@ class SlowStart(UpdatableCore):
             raise MemoryError("no room on the card")
 
 
-def pool_of(*cores: dict[str, Any], **options: Any) -> EnginePool:
-    return EnginePool(
-        placement=InProcess(),
-        specs=[CoreSpec("test_min_replicas:SlowStart", {"token_s": 1.0, **c}) for c in cores],
-        router=Router(),
-        start_timeout_s=1000,
-        **options,
-    )
-
-
-async def ask(pool: EnginePool, session: str) -> Generation:
-    generation = Generation()
-    await pool.generate(
-        generation.ask(
-            session_id=session,
-            prompt_ids=array("i", [5, 100]).tobytes(),
-            sampling=SamplingParams(max_new_tokens=2),
-        )
-    )
-    return generation
+def pool_of(*options: dict[str, Any], **pool: Any) -> EnginePool:
+    cores = [{"token_s": 1.0, **each} for each in options]
+    return make_pool("test_min_replicas:SlowStart", *cores, start_timeout_s=1000, **pool)
 
 
 async def test_pool_opens_once_enough_serve_and_the_rest_join_with_the_current_weights() -> None:
@@ -75,7 +53,7 @@ async def test_pool_opens_once_enough_serve_and_the_rest_join_with_the_current_w
         assert [each.state for each in pool.statistics()] == ["serving"] * 3
         pool.drain("engine-0")
         pool.drain("engine-1")
-        generation = await ask(pool, "s")
+        generation = await generate(pool, [5, 100], 2)
         assert (generation.replica, generation.versions) == ("engine-2", [[5, 2]])
 
 

@@ -14,14 +14,13 @@ from trio.testing import MockClock
 
 import fake_core
 from fake_core import CountingCore
+from pools import generate, make_pool
 from rollout.engine.channel.channel import Channel
 from rollout.engine.channel.core_hosting import LAST_ANSWERS_S, watch_core
-from rollout.engine.core import Chunk, GenerationRequest, SamplingParams
+from rollout.engine.core import Chunk, GenerationRequest
 from rollout.engine.placement.in_process import InProcess
-from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
-from rollout.engine.routing import Router
 from rollout.errors import ChannelError, EngineError, LimitExceeded
 from rollout.limits import NEVER, Clock, Deadline
 
@@ -56,25 +55,13 @@ POOL_OPTIONS = ("policy", "wait_s", "backoff_s", "last_answer_s")
 
 
 def pool_of(core: str = "WatchedCore", replicas: int = 1, **options: Any) -> EnginePool:
-    return EnginePool(
-        **{name: options.pop(name) for name in POOL_OPTIONS if name in options},
-        placement=InProcess(max_read=7),
-        specs=[CoreSpec(f"fake_core:{core}", options)] * replicas,
-        router=Router(),
-        start_timeout_s=5,
-    )
+    pool = {name: options.pop(name) for name in POOL_OPTIONS if name in options}
+    specs = [options] * replicas
+    return make_pool(f"fake_core:{core}", *specs, placement=InProcess(max_read=7), **pool)
 
 
 async def ask(pool: EnginePool, last: int, count: int, session: str = "s") -> Generation:
-    generation = Generation()
-    await pool.generate(
-        generation.ask(
-            session_id=session,
-            prompt_ids=array("i", [last]).tobytes(),
-            sampling=SamplingParams(max_new_tokens=count),
-        )
-    )
-    return generation
+    return await generate(pool, [last], count, session=session)
 
 
 def in_flight(pool: EnginePool) -> list[tuple[int, int]]:
@@ -93,32 +80,15 @@ async def test_generate_returns_exactly_what_the_engine_sampled(cores: list[Any]
     assert generation.replica == "engine-0"
 
 
-async def test_generate_cancelled_keeps_tokens_and_the_engine_confirms(cores: list[Any]) -> None:
-    async with pool_of(token_s=1.0).serving() as pool:
-        generation = Generation()
-        with anyio.move_on_after(3.5) as scope:
-            await pool.generate(
-                generation.ask(
-                    session_id="s",
-                    prompt_ids=array("i", [7]).tobytes(),
-                    sampling=SamplingParams(max_new_tokens=100),
-                )
-            )
-        assert scope.cancelled_caught
-        assert list(generation.ids) == [8, 9, 10]
-        assert in_flight(pool) == [(0, 0)]
-        assert not cores[0]._aborted
-
-
 async def test_generate_cancelled_and_not_answered_in_time_keeps_what_it_had(
     cores: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with pool_of(token_s=1.0, last_answer_s=0.5).serving() as pool:
         monkeypatch.setattr(cores[0], "abort_nowait", lambda _: None)
-        generation, asked = Generation(), SamplingParams(max_new_tokens=9)
+        start, generation = anyio.current_time(), Generation()
         with anyio.move_on_after(2.2):
-            prompt = array("i", [7]).tobytes()
-            await pool.generate(generation.ask(session_id="s", prompt_ids=prompt, sampling=asked))
+            await generate(pool, [7], 9, generation)
+        assert anyio.current_time() - start == pytest.approx(2.2 + 0.5)
         await anyio.sleep(9.0)
         assert list(generation.ids) == [8, 9]
         (replica,) = pool.statistics()
@@ -165,14 +135,7 @@ async def test_generate_waiter_of_higher_priority_is_served_first(cores: list[An
     async with pool_of(token_s=1.0, max_requests=1).serving() as pool:
 
         async def one(number: int, priority: int) -> None:
-            await pool.generate(
-                Generation().ask(
-                    session_id=str(number),
-                    prompt_ids=array("i", [number]).tobytes(),
-                    sampling=SamplingParams(max_new_tokens=1),
-                    priority=priority,
-                )
-            )
+            await generate(pool, [number], 1, priority=priority)
             order.append(number)
 
         async with anyio.create_task_group() as tasks:
@@ -206,13 +169,7 @@ async def test_generate_id_outside_the_vocabulary_does_not_leave_the_driver(
 ) -> None:
     async with pool_of(vocab_size=100).serving() as pool:
         with pytest.raises(EngineError) as caught:
-            await pool.generate(
-                Generation().ask(
-                    session_id="s",
-                    prompt_ids=array("i", [5, 100]).tobytes(),
-                    sampling=SamplingParams(max_new_tokens=1),
-                )
-            )
+            await generate(pool, [5, 100], 1)
     assert str(caught.value) == (
         "token id 100 at position 1 is outside the engine's vocabulary of 100 ids"
     )
@@ -221,12 +178,9 @@ async def test_generate_id_outside_the_vocabulary_does_not_leave_the_driver(
 async def test_generate_sampling_of_a_wrong_type_does_not_leave_the_driver(
     cores: list[Any],
 ) -> None:
-    sampling = SamplingParams(max_new_tokens=1, temperature="hot")  # type: ignore[arg-type]
     async with pool_of().serving() as pool:
         with pytest.raises(EngineError, match="temperature = 'hot': expected `float`"):
-            await pool.generate(
-                Generation().ask(session_id="s", prompt_ids=bytes(4), sampling=sampling)
-            )
+            await generate(pool, [0], 1, temperature="hot")
 
 
 async def test_open_start_takes_too_long_says_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,18 +266,9 @@ def until(seconds: float) -> Clock:
     return Clock(Deadline.after(seconds, "limits.generation_s"))
 
 
-async def ask_until(
-    pool: EnginePool, generation: Generation, limit: Clock, session: str = "s"
-) -> None:
+async def ask_until(pool: EnginePool, generation: Generation, limit: Clock) -> None:
     with limit:
-        await pool.generate(
-            generation.ask(
-                session_id=session,
-                prompt_ids=array("i", [7]).tobytes(),
-                sampling=SamplingParams(max_new_tokens=100),
-                limit=limit,
-            )
-        )
+        await generate(pool, [7], 100, generation, limit=limit)
 
 
 async def test_generate_deadline_keeps_tokens_and_the_engine_confirms(cores: list[Any]) -> None:
@@ -355,14 +300,7 @@ async def test_request_that_waits_for_a_place_is_placed_where_its_trajectory_con
         generation = Generation()
 
         async def carried() -> None:
-            await pool.generate(
-                generation.ask(
-                    session_id="carried",
-                    prompt_ids=array("i", [2]).tobytes(),
-                    sampling=SamplingParams(max_new_tokens=3),
-                    limit=clock,
-                )
-            )
+            await generate(pool, [2], 3, generation, limit=clock)
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask, pool, 1, 5)

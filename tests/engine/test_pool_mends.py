@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 import time  # noqa: TID251  (what is measured here is CPU time)
-from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,16 +19,16 @@ import pytest
 
 from fake_core import CountingCore
 from faulty_cores import MortalCore, UpdatableCore
+from pools import generate, make_pool
 from rollout.engine.channel.child import ChildSpec
 from rollout.engine.channel.framing import FrameStream
-from rollout.engine.core import Chunk, EngineBroken, EngineLoad, SamplingParams
+from rollout.engine.core import Chunk, EngineBroken, EngineLoad
 from rollout.engine.placement import ray as ray_placement
 from rollout.engine.placement.engine_process import encode_spec
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
-from rollout.engine.routing import Router
 from rollout.engine.weights import DiskWeights, TensorWeights
 from rollout.errors import EngineError
 
@@ -58,26 +57,13 @@ class HalfLoadedCore(UpdatableCore):
 
 
 def pool_of(core: str, placement: InProcess | None = None, **options: Any) -> EnginePool:
-    return EnginePool(
-        placement=placement or InProcess(),
-        specs=[CoreSpec(core, options)],
-        router=Router(),
-        start_timeout_s=5,
-    )
+    return make_pool(core, options, placement=placement)
 
 
 async def ask(
     pool: EnginePool, last: int, count: int, generation: Generation | None = None
 ) -> list[int]:
-    generation = generation or Generation()
-    await pool.generate(
-        generation.ask(
-            session_id=f"s{last}",
-            prompt_ids=array("i", [5, last]).tobytes(),
-            sampling=SamplingParams(max_new_tokens=count),
-        )
-    )
-    return list(generation.ids)
+    return list((await generate(pool, [5, last], count, generation)).ids)
 
 
 async def test_sleep_fails_and_the_wake_up_hangs_requests_go_on(rollout_clock: Any) -> None:
@@ -157,8 +143,8 @@ async def test_connection_breaks_while_a_replica_is_put_to_sleep_it_does_not_ser
     rollout_clock: Any,
 ) -> None:
     core, placement = "test_pool_mends:SlowSleeperCore", CuttableInProcess()
-    specs = [CoreSpec(core, {"sleep_s": seconds}) for seconds in (1.5, 0.0)]
-    pool = EnginePool(placement=placement, specs=specs, router=Router(), start_timeout_s=60)
+    options = [{"sleep_s": seconds} for seconds in (1.5, 0.0)]
+    pool = make_pool(core, *options, placement=placement, start_timeout_s=60)
     async with pool.serving():
         placement.streams["engine-0"].cut()
         await anyio.sleep(0.1)
@@ -205,8 +191,8 @@ async def test_sleep_fails_and_one_that_sleeps_does_not_wake_it_is_restarted(
     rollout_clock: Any,
 ) -> None:
     core, placement = "test_pool_mends:StubbornCore", CuttableInProcess()
-    specs = [CoreSpec(core, {"sleep_s": seconds}) for seconds in (1.0, 0.0)]
-    pool = EnginePool(placement=placement, specs=specs, router=Router(), start_timeout_s=60)
+    options = [{"sleep_s": seconds} for seconds in (1.0, 0.0)]
+    pool = make_pool(core, *options, placement=placement, start_timeout_s=60)
     async with pool.serving():
         with pytest.raises(EngineError, match="too busy"):
             await pool.sleep()
@@ -222,13 +208,8 @@ async def test_replica_that_joins_sleeping_engines_and_does_not_fall_asleep_is_n
     rollout_clock: Any,
 ) -> None:
     core = "test_pool_mends:SlowSleeperCore"
-    pool = EnginePool(
-        placement=InProcess(),
-        specs=[CoreSpec(core, {"sleep_s": 0.0})],
-        make_spec=lambda slot: CoreSpec(core, {"sleep_s": 1e6}),
-        router=Router(),
-        start_timeout_s=60,
-    )
+    added = CoreSpec(core, {"sleep_s": 1e6})
+    pool = make_pool(core, {"sleep_s": 0.0}, make_spec=lambda slot: added, start_timeout_s=60)
     async with pool.serving():
         await pool.sleep()
         with pytest.raises(EngineError, match=r"engine-1: no answer after engine.start_timeout_s"):

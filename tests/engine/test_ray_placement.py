@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from array import array
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -20,11 +19,10 @@ import ray
 from anyio.abc import Process
 
 from own_processes import marked
+from pools import generate
 from rollout import RolloutConfig
 from rollout.config import CustomEngine, RayPlacement, SGLangEngine, SimulatedEngine
 from rollout.engine import gpu_slots_of, open_engines
-from rollout.engine.core import SamplingParams
-from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
 from rollout.errors import ConfigError, EngineError
 
@@ -91,16 +89,8 @@ async def opened(config: RolloutConfig) -> AsyncIterator[EnginePool]:
     assert {process.pid for process in engines()} <= before
 
 
-async def ask(pool: EnginePool, last: int, count: int) -> Generation:
-    generation = Generation()
-    await pool.generate(
-        generation.ask(
-            session_id=str(last),
-            prompt_ids=array("i", [last]).tobytes(),
-            sampling=SamplingParams(max_new_tokens=count),
-        )
-    )
-    return generation
+async def ask(pool: EnginePool, last: int, count: int) -> list[int]:
+    return list((await generate(pool, [last], count)).ids)
 
 
 async def ask_until_it_serves(pool: EnginePool, name: str) -> None:
@@ -115,7 +105,7 @@ async def test_three_replicas_serve_and_one_that_is_killed_serves_again(cluster:
         mine = [process for process in engines() if process.pid not in before]
         assert len(mine) == 3
         for last in range(12):
-            assert list((await ask(pool, last, 3)).ids) == [last + 1, last + 2, last + 3]
+            assert await ask(pool, last, 3) == [last + 1, last + 2, last + 3]
         mine[0].kill()
         with anyio.fail_after(PATIENCE_S):
             while sum(replica.starts for replica in pool.statistics()) < 4:
@@ -123,7 +113,7 @@ async def test_three_replicas_serve_and_one_that_is_killed_serves_again(cluster:
         (restarted,) = [r.name for r in pool.statistics() if r.starts == 2]
         await ask_until_it_serves(pool, restarted)
         for last in range(12):
-            assert list((await ask(pool, last, 2)).ids) == [last + 1, last + 2]
+            assert await ask(pool, last, 2) == [last + 1, last + 2]
     assert ray.util.placement_group_table() is not None
     assert await _free() == {"CPU": 4.0, "GPU": 2.0}
 
@@ -151,7 +141,7 @@ async def test_actor_killed_ends_its_engine_and_is_replaced(cluster: Any) -> Non
             while pool.statistics()[0].starts < 2 or engine.is_running():
                 await anyio.sleep(0.05)
         await ask_until_it_serves(pool, "engine-0")
-        assert list((await ask(pool, 1, 1)).ids) == [2]
+        assert await ask(pool, 1, 1) == [2]
 
 
 def groups() -> list[str]:
@@ -176,7 +166,7 @@ async def test_removed_replica_leaves_its_place_on_a_full_machine_to_one_that_is
             assert removed not in groups()
             assert await pool.add_replica() == added
             assert added in groups()
-        assert list((await ask(pool, 1, 2)).ids) == [2, 3]
+        assert await ask(pool, 1, 2) == [2, 3]
         await pool.remove_replica("engine-2")
         with anyio.fail_after(PATIENCE_S):  # a trainer can have the GPU while the run goes on
             while ray.available_resources().get("GPU", 0.0) < 1.0:
@@ -353,7 +343,7 @@ async def test_node_lost_moves_its_replica_to_another(cluster: Any) -> None:
             while all(r.state == "serving" for r in pool.statistics()):
                 await anyio.sleep(0.05)
         for last in range(8):  # the others serve on
-            assert list((await ask(pool, last, 1)).ids) == [last + 1]
+            assert await ask(pool, last, 1) == [last + 1]
 
 
 @pytest.mark.slow
@@ -372,14 +362,14 @@ async def test_replica_over_two_machines_has_an_engine_on_each_and_ends_with_eit
             first = [process.pid for process in engines() if process.pid not in before]
             assert len(first) == 2
             assert int(pid) in first
-            assert list((await ask(pool, 1, 2)).ids) == [2, 3]
+            assert await ask(pool, 1, 2) == [2, 3]
             os.kill(int(pid), signal.SIGKILL)  # the part that serves nobody
             with anyio.fail_after(PATIENCE_S):
                 while pool.statistics()[0].starts < 2:
                     await anyio.sleep(0.05)
             await ask_until_it_serves(pool, "engine-0")
             assert not {process.pid for process in engines()} & set(first)
-            assert list((await ask(pool, 1, 2)).ids) == [2, 3]
+            assert await ask(pool, 1, 2) == [2, 3]
     finally:
         cluster.remove_node(node)
 

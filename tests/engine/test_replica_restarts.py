@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
@@ -14,6 +13,7 @@ import pytest
 
 import faulty_cores
 from harness import Recorder
+from pools import generate
 from rollout import Outcome, Prompt, RolloutConfig
 from rollout.config import (
     CustomEngine,
@@ -25,7 +25,6 @@ from rollout.config import (
     SimulatedEngine,
 )
 from rollout.engine import open_engines
-from rollout.engine.core import SamplingParams
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.engine.pool.generation import Generation
@@ -103,14 +102,7 @@ async def opened(machine: Machine, replicas: int = 1, **recovery: Any) -> AsyncI
 
 
 async def ask(pool: EnginePool, last: int, count: int = 1) -> Generation:
-    generation = Generation()
-    await pool.generate(
-        generation.ask(
-            session_id=f"s{last}",
-            prompt_ids=array("i", [5, last]).tobytes(),
-            sampling=SamplingParams(max_new_tokens=count),
-        )
-    )
+    generation = await generate(pool, [5, last], count)
     assert list(generation.ids) == list(range(last + 1, last + 1 + count))
     return generation
 

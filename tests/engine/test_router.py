@@ -11,11 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pools import generate, make_pool
 from rollout.config.checks import STRATEGIES as CONFIG_STRATEGIES
 from rollout.engine import EngineLoad, Router
-from rollout.engine.core import SamplingParams, pack_ids
-from rollout.engine.placement.in_process import InProcess
-from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
 from rollout.engine.routing import STRATEGIES, Dispatch
@@ -607,32 +605,18 @@ def check_counts(strategy: str, steps: list[tuple[str, Any]]) -> None:
 
 def simulated_pool(slownesses: tuple[float, ...], **options: Any) -> EnginePool:
     timings = [{"base_s": 0.01 * s, "slope_s": 1e-4 * s} for s in slownesses]
-    return EnginePool(
-        placement=InProcess(),
-        specs=[CoreSpec("rollout.testing:SimulatedCore", {"timing": t}) for t in timings],
-        router=Router(),
-        start_timeout_s=5,
-        **options,
-    )
+    cores = [{"timing": each} for each in timings]
+    return make_pool("rollout.testing:SimulatedCore", *cores, **options)
 
 
-async def ask(pool: EnginePool, session: str, prompt: bytes, count: int) -> Generation:
-    generation = Generation()
-    await pool.generate(
-        generation.ask(
-            session_id=session,
-            prompt_ids=prompt,
-            sampling=SamplingParams(max_new_tokens=count, ignore_eos=True),
-            group_id="g",
-        )
-    )
-    return generation
+async def ask(pool: EnginePool, session: str, prompt: list[int], count: int) -> Generation:
+    return await generate(pool, prompt, count, session=session, group_id="g", ignore_eos=True)
 
 
 def test_pool_tells_the_router_what_engines_report_and_requests_need() -> None:
     async def main() -> tuple[Any, Any, set[str]]:
         async with simulated_pool((2.0, 1.0, 1.0)).serving() as pool:
-            prompt = pack_ids([97] * 400)
+            prompt = [97] * 400
 
             async def converse(number: int) -> None:
                 for _ in range(2):

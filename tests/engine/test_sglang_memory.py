@@ -10,10 +10,10 @@ import anyio
 import attrs
 import msgspec
 import pytest
-from test_pool import ask
 
 import fake_core
 from fake_core import CountingCore
+from pools import generate, make_pool
 from rollout.config import LocalProcessPlacement, RayPlacement, RolloutConfig, SGLangEngine
 from rollout.config.engines import SGLANG_OWN
 from rollout.engine import DiskWeights
@@ -28,11 +28,7 @@ from rollout.engine.core import (
 from rollout.engine.cores.sglang import SGLangCore
 from rollout.engine.cores.sglang.adapter import SGLang
 from rollout.engine.cores.sglang.server_arguments import NO_MEMORY_SAVER, SGLangOptions
-from rollout.engine.placement.in_process import InProcess
-from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.pool.opening import build_core_spec
-from rollout.engine.pool.pool import EnginePool
-from rollout.engine.routing import Router
 from rollout.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
@@ -188,10 +184,9 @@ async def test_sleep_that_an_engine_cannot_do_is_refused_before_requests_are_cut
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fake_core, "SleeplessCore", SleeplessCore, raising=False)
-    specs = [CoreSpec("fake_core:SleeplessCore", {"token_s": 0.01})]
-    pool = EnginePool(placement=InProcess(), specs=specs, router=Router(), start_timeout_s=5)
+    pool = make_pool("fake_core:SleeplessCore", {"token_s": 0.01})
     async with pool.serving(), anyio.create_task_group() as tasks:
-        tasks.start_soon(ask, pool, 5, 20)
+        tasks.start_soon(generate, pool, [5], 20)
         while not pool.tokens_under_way:
             await anyio.sleep(0.01)
         with pytest.raises(EngineError) as caught:

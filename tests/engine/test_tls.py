@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import trustme
-from test_local_process import ask
 
+from pools import generate
 from rollout.config import ChannelConfig, InProcessPlacement, RolloutConfig, SimulatedEngine
 from rollout.engine.channel.sockets import TlsFiles
 from rollout.engine.placement.local_process import LocalProcess
 from rollout.engine.placement.placement import CoreSpec
-from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
 from rollout.engine.routing import Router
 from rollout.errors import ConfigError, EngineError
@@ -50,9 +49,7 @@ def pool_with(files: TlsFiles | None) -> EnginePool:
 @pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
 async def test_tls_tokens_arrive_over_an_encrypted_channel(files: TlsFiles) -> None:
     async with pool_with(files).serving() as pool:
-        generation = Generation()
-        await ask(pool, generation, 5, 200)
-        assert list(generation.ids) == list(range(6, 206))
+        assert list((await generate(pool, [5], 200)).ids) == list(range(6, 206))
 
 
 async def test_tls_engine_of_another_authority_is_refused(files: TlsFiles, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 import faulty_cores
+from pools import make_pool
 from rollout.engine import weight_broadcasting
 from rollout.engine.channel.core_hosting import carry_out
 from rollout.engine.channel.messages import ReceiveWeights
@@ -23,7 +24,6 @@ from rollout.engine.cores.base import name_gpu
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.engine.pool.pool import EnginePool
-from rollout.engine.routing import Router
 from rollout.engine.weight_broadcasting import describe_tensors, receive_weights
 from rollout.engine.weights import PREFIX, DiskWeights, DistributedWeights
 from rollout.errors import EngineError
@@ -83,15 +83,8 @@ def received(monkeypatch: pytest.MonkeyPatch) -> list[DistributedWeights]:
 
 
 def pool_of(*options: dict[str, Any]) -> EnginePool:
-    return EnginePool(
-        placement=Machines(),
-        specs=[
-            CoreSpec("faulty_cores:UpdatableCore", {"index": index, **each})
-            for index, each in enumerate(options)
-        ],
-        router=Router(),
-        start_timeout_s=5,
-    )
+    cores = [{"index": index, **each} for index, each in enumerate(options)]
+    return make_pool("faulty_cores:UpdatableCore", *cores, placement=Machines())
 
 
 def loaded(cores: list[Any]) -> list[list[str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from array import array
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -18,13 +17,12 @@ import torch
 import faulty_cores
 import rollout
 from harness import Recorder
+from pools import generate, make_pool
 from rollout.config import CustomEngine, InProcessPlacement, SchedulingConfig, SimulatedEngine
-from rollout.engine.core import SamplingParams
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec, ReplicaHandle
 from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
-from rollout.engine.routing import Router
 from rollout.engine.weights import UPDATE_MODES, DiskWeights, DistributedWeights, TensorWeights
 from rollout.errors import EngineError
 from rollout.limits import Clock
@@ -56,46 +54,23 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     assert all(not core._aborted for core in made if core.is_closed), "requests were left"
 
 
-def pool_of(replicas: int = 2, placement: InProcess | None = None, **options: Any) -> EnginePool:
+def pool_of(
+    replicas: int = 2, placement: InProcess | None = None, load_s: float = 2.25, **options: Any
+) -> EnginePool:
     """A token a second, and seconds of loading."""
-    start_timeout_s = options.pop("start_timeout_s", 5)
-    options = {"token_s": 1.0, "load_s": 2.25, **options}
-    return EnginePool(
-        placement=placement or InProcess(max_read=11),
-        specs=[
-            CoreSpec("faulty_cores:UpdatableCore", {**options, "index": index})
-            for index in range(replicas)
-        ],
-        router=Router(),
-        start_timeout_s=start_timeout_s,
-    )
+    cores = [{"token_s": 1.0, "load_s": load_s, "index": index} for index in range(replicas)]
+    placement = placement or InProcess(max_read=11)
+    return make_pool("faulty_cores:UpdatableCore", *cores, placement=placement, **options)
 
 
 async def ask(
-    pool: EnginePool,
-    last: int,
-    count: int,
-    into: Generation | None = None,
-    limit: Clock | None = None,
-    **sampling: Any,
+    pool: EnginePool, last: int, count: int, into: Generation | None = None, **asked: Any
 ) -> Generation:
     """A generation, which says what one undisturbed request would have said."""
-    generation = Generation() if into is None else into
-    await pool.generate(
-        generation.ask(
-            session_id=f"s{last}",
-            prompt_ids=array("i", [5, last]).tobytes(),
-            sampling=SamplingParams(max_new_tokens=count, **sampling),
-            limit=limit,
-        )
-    )
-    check_counted(generation, last, count)
-    return generation
-
-
-def check_counted(generation: Generation, last: int, count: int) -> None:
+    generation = await generate(pool, [5, last], count, into, **asked)
     assert list(generation.ids) == list(range(last + 1, last + 1 + count))
     assert sum(tokens for _, tokens in generation.versions) == count
+    return generation
 
 
 async def all_serve(pool: EnginePool) -> None:
