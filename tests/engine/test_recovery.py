@@ -14,7 +14,7 @@ import faulty_cores
 import rollout
 from faulty_cores import POISON
 from harness import Recorder
-from pools import generate
+from pools import generate as ask
 from rollout import Outcome, Prompt
 from rollout.config import SchedulingConfig, SimulatedEngine
 from rollout.engine.core import Chunk, GenerationRequest, unpack_ids
@@ -73,7 +73,7 @@ async def disturbed(
             disturb()
 
         tasks.start_soon(act)
-        await generate(pool, [5, 100], 10, generation, **options)
+        await ask(pool, [5, 100], 10, generation, **options)
 
 
 def core_of(cores: list[Any], name: str) -> Any:
@@ -164,7 +164,7 @@ async def test_cut_at_the_very_end_asks_for_no_token_more(
         generation = Generation()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(
-                lambda: generate(pool, [5, 100], count, generation, stop_token_ids=stops)
+                lambda: ask(pool, [5, 100], count, generation, stop_token_ids=stops)
             )
             await anyio.sleep(1)
             killing(cores, generation)()
@@ -184,7 +184,7 @@ async def test_engine_says_that_it_is_broken_it_is_restarted_at_once(
     async with pool_of(2, options=options).serving() as pool:
         bystander = Generation()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(generate, pool, [5, 100], 4, bystander)
+            tasks.start_soon(ask, pool, [5, 100], 4, bystander)
             await anyio.sleep(2.5)
             tasks.start_soon(_ask_poison, pool, Generation())
         assert list(bystander.ids) == [101, 102, 103, 104]
@@ -197,7 +197,7 @@ async def test_engine_says_that_it_is_broken_it_is_restarted_at_once(
 
 async def _ask_poison(pool: EnginePool, generation: Generation) -> None:
     with pytest.raises(EngineError) as caught:
-        await generate(pool, [POISON, 7], 40, generation)
+        await ask(pool, [POISON, 7], 40, generation)
     assert caught.value.reason == "lost_engines"
     text = str(caught.value)
     assert text.startswith("3 engines were lost with the request of s7 in flight (engine-")
@@ -244,7 +244,7 @@ async def test_poison_fails_after_three_engines_and_its_siblings_go_on(
         doomed = Generation()
         async with anyio.create_task_group() as tasks:
             for number, other in enumerate(others):
-                tasks.start_soon(generate, pool, [5, 100 + number], 30, other)
+                tasks.start_soon(ask, pool, [5, 100 + number], 30, other)
             tasks.start_soon(_ask_poison, pool, doomed)
         for number, other in enumerate(others):
             assert list(other.ids) == list(range(101 + number, 131 + number))
@@ -258,7 +258,7 @@ async def test_request_that_was_there_at_two_losses_completes(cores: list[Any]) 
         generations = [Generation() for _ in range(20)]
         async with anyio.create_task_group() as tasks:
             for number, generation in enumerate(generations):
-                tasks.start_soon(generate, pool, [5, 100 + number], 60, generation)
+                tasks.start_soon(ask, pool, [5, 100 + number], 60, generation)
             for at in (1.05, 1.0):
                 await anyio.sleep(at)
                 next(core for core in cores if not core.is_closed).on_death()
@@ -306,7 +306,7 @@ async def test_connection_that_is_cut_again_and_again_ends_the_request_at_twenty
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(cut_often)
             with pytest.raises(EngineError, match=r"^20 connections were lost with the ") as caught:
-                await generate(pool, [5, 100], 500, generation)
+                await ask(pool, [5, 100], 500, generation)
         assert caught.value.reason == "lost_engines"
         assert (cuts, len(cores)) == (20, 1)
         assert list(generation.ids) == list(range(101, 101 + generation.count))
@@ -319,7 +319,7 @@ async def test_engine_whose_weights_are_not_those_it_was_sent_is_restarted(
         await pool.update_weights(4, DiskWeights("w4"))
         cores[0].info = msgspec.structs.replace(cores[0].info, weight_version=3)
         cut(pool)
-        assert (await generate(pool, [5, 100], 2)).versions == [[4, 2]]
+        assert (await ask(pool, [5, 100], 2)).versions == [[4, 2]]
         assert [core.loaded for core in cores] == [["w4"], ["w4"]]
 
 
@@ -327,7 +327,7 @@ async def test_removed_replicas_and_weights_count_for_no_request(cores: list[Any
     async with updatable(replicas=1).serving() as pool:
         generation = Generation()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(generate, pool, [5, 100], 60, generation)
+            tasks.start_soon(ask, pool, [5, 100], 60, generation)
             for number in range(5):
                 await anyio.sleep(3)
                 await pool.add_replica()
@@ -343,7 +343,7 @@ async def test_no_replica_left_one_that_is_added_takes_over(cores: list[Any]) ->
     async with pool_of(1, backoff_s=1000.0).serving() as pool:
         generation = Generation()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(generate, pool, [5, 100], 4, generation)
+            tasks.start_soon(ask, pool, [5, 100], 4, generation)
             await anyio.sleep(2.5)
             cores[0].on_death()
             await anyio.sleep(100)
@@ -360,7 +360,7 @@ async def test_add_replica_gets_work_and_does_not_start_twice_under_one_name(
         generations = [Generation(), Generation()]
         async with anyio.create_task_group() as tasks:
             for number, generation in enumerate(generations):
-                tasks.start_soon(generate, pool, [5, 100 + number], 4, generation)
+                tasks.start_soon(ask, pool, [5, 100 + number], 4, generation)
             await anyio.sleep(0.5)
             assert await pool.add_replica(load_share=2.0) == "engine-1"
         assert anyio.current_time() == pytest.approx(4.5)
@@ -375,7 +375,7 @@ async def test_remove_replica_lets_its_requests_end(cores: list[Any]) -> None:
     async with pool_of(2).serving() as pool:
         generation = Generation()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(generate, pool, [5, 100], 4, generation)
+            tasks.start_soon(ask, pool, [5, 100], 4, generation)
             await anyio.sleep(1.5)
             await pool.remove_replica(generation.replica)
             assert generation.finish_reason == "length"
@@ -388,7 +388,7 @@ async def test_remove_replica_in_a_hurry_its_requests_go_on_elsewhere(cores: lis
     async with pool_of(2).serving() as pool:
         generation = Generation()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(generate, pool, [5, 100], 6, generation)
+            tasks.start_soon(ask, pool, [5, 100], 6, generation)
             await anyio.sleep(1.5)
             await pool.remove_replica(generation.replica, drain_s=1.0)
         assert list(generation.ids) == list(range(101, 107))
@@ -400,11 +400,11 @@ async def test_remove_replica_cancelled_while_it_drains_the_replica_stays(
 ) -> None:
     async with pool_of(1).serving() as pool:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(generate, pool, [5, 100], 6)
+            tasks.start_soon(ask, pool, [5, 100], 6)
             await anyio.sleep(1.5)
             with anyio.move_on_after(1):
                 await pool.remove_replica("engine-0")
-        assert list((await generate(pool, [5, 100], 2)).ids) == [101, 102]
+        assert list((await ask(pool, [5, 100], 2)).ids) == [101, 102]
 
 
 async def test_drained_replica_dies_it_comes_back_drained(cores: list[Any]) -> None:
@@ -413,7 +413,7 @@ async def test_drained_replica_dies_it_comes_back_drained(cores: list[Any]) -> N
         core_of(cores, "engine-0").on_death()
         await anyio.sleep(5)
         assert states(pool) == {"engine-0": "draining", "engine-1": "serving"}
-        assert {(await generate(pool, [5, n], 1)).replica for n in range(4)} == {"engine-1"}
+        assert {(await ask(pool, [5, n], 1)).replica for n in range(4)} == {"engine-1"}
         pool.resume("engine-0")
         assert states(pool) == {"engine-0": "serving", "engine-1": "serving"}
 
@@ -436,7 +436,7 @@ async def test_restarted_replica_has_the_current_weights_before_it_serves(
         await pool.update_weights(8, DiskWeights("w8"))
         generation = Generation()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(generate, pool, [5, 100], 6, generation)
+            tasks.start_soon(ask, pool, [5, 100], 6, generation)
             await anyio.sleep(2.5)
             cores[0].on_death()
             start = anyio.current_time()
@@ -455,7 +455,7 @@ async def test_replica_starts_while_weights_change_it_gets_the_last_ones(
         cores[0].on_death()
         await anyio.sleep(2.0)  # it loads w1 again
         await pool.update_weights(2, DiskWeights("w2"))
-        assert (await generate(pool, [5, 1], 1)).versions == [[2, 1]]
+        assert (await ask(pool, [5, 1], 1)).versions == [[2, 1]]
         assert cores[1].loaded == ["w1", "w2"]
         added = await pool.add_replica()
         assert added == "engine-1"
@@ -475,7 +475,7 @@ async def test_update_weights_cancelled_caller_leaves_the_engines_to_it(
     async with updatable(load_s=4.0).serving() as pool:
         with anyio.move_on_after(1):
             await pool.update_weights(1, DiskWeights("w1"))
-        assert (await generate(pool, [5, 1], 1)).versions == [[1, 1]]
+        assert (await ask(pool, [5, 1], 1)).versions == [[1, 1]]
         assert anyio.current_time() == pytest.approx(5.0)
 
 
