@@ -117,14 +117,6 @@ class StutteringCore(SimulatedCore):
                 yield chunk
 
 
-class FragileSimulation(SimulatedCore):
-    """Breaks of whatever weights it is given."""
-
-    async def update_weights(self, version: int, source: DiskWeights) -> None:
-        """Half of them are in place."""
-        raise EngineBroken(f"half of {source.path} is in place")
-
-
 class StubbornSimulation(SimulatedCore):
     """Does not start again while there is a reason not to."""
 

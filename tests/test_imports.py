@@ -44,7 +44,11 @@ def test_engine_side_loads_msgspec_and_anyio_only() -> None:
 
 def test_public_names_are_importable_and_torch_stays_out_until_a_batch() -> None:
     names = "RolloutConfig, Prompt, function_tool, open_rollout"
-    code = f"import rollout.chat, rollout.integrations.trainer_rows; from rollout import {names}"
+    modules = (
+        "chat, rollout.engine.model_files, rollout.engine.cores.transformers, "
+        "rollout.integrations.trainer_rows"
+    )
+    code = f"import rollout.{modules}; from rollout import {names}"
     assert not loaded_by(code) & {"torch", "transformers"}
 
 

@@ -123,33 +123,17 @@ def status_of(process: psutil.Process) -> str:
     return str(process.as_dict(["status"], ad_value=psutil.STATUS_ZOMBIE)["status"])
 
 
-CASES = {
-    "serving": ("ParentCore", "serving"),
-    "starting": ("SlowStartCore", "started"),
-}
-
-
 @pytest.mark.parametrize(
-    ("case", "backend"),
-    [
-        ("serving", "trio"),
-        ("starting", "asyncio"),
-        *(
-            pytest.param(case, backend, marks=pytest.mark.slow)
-            for case, backend in (
-                ("serving", "asyncio"),
-                ("starting", "trio"),
-            )
-        ),
-    ],
+    ("core", "line", "backend"),
+    [("ParentCore", "serving", "trio"), ("SlowStartCore", "started", "asyncio")],
 )
 def test_driver_killed_whose_fork_lives_engine_and_its_children_end(
-    case: str, backend: str, tmp_path: Path
+    core: str, line: str, backend: str, tmp_path: Path
 ) -> None:
-    core, line = CASES[case]
     with driver_of(core, tmp_path / "notes", backend) as driver:
         await_line(driver, line)
         processes = processes_of(tmp_path / "notes")
+        assert os.getsid(processes[0].pid) == processes[0].pid, "a Ctrl-C reaches the driver alone"
         driver.kill()
         driver.wait()
         assert alive_after(processes) == []

@@ -10,28 +10,22 @@ import anyio
 import anyio.lowlevel
 import msgspec
 import pytest
-from trio.testing import MockClock
 
 from fake_core import CountingCore
 from rollout.engine.channel import messages
 from rollout.engine.channel.messages import encoder
 from rollout.engine.core import Chunk, EngineLoad, GenerationRequest, SamplingParams
+from slow_cases import slow_after
 from wires import Requester, Wire, packed
 
 pytestmark = pytest.mark.anyio
 
 #: Frames of one seed, half of them to each side.
-FRAMES = 20_000
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 50))]
+FRAMES = 10_000
+SEEDS = slow_after(1, range(100))
 #: Frames of one connection.
 AT_ONCE = 100
 IDS = [f"{number:032x}" for number in range(8)]
-
-
-@pytest.fixture
-def anyio_backend() -> object:
-    """Virtual time."""
-    return ("trio", {"clock": MockClock(autojump_threshold=0)})
 
 
 def client_messages(dice: random.Random) -> msgspec.Struct:

@@ -10,10 +10,8 @@ from typing import Any
 import anyio
 import pytest
 from anyio.abc import SocketAttribute, SocketStream
-from trio.testing import MockClock
 
 from fake_core import CountingCore
-from rollout.engine.channel import messages
 from rollout.engine.channel.channel import connect_channel
 from rollout.engine.channel.framing import FrameStream
 from rollout.engine.channel.handshake import (
@@ -37,7 +35,7 @@ from rollout.engine.channel.messages import (
 )
 from rollout.engine.channel.server import EngineServer
 from rollout.engine.channel.sockets import connect_engine
-from rollout.engine.core import Chunk, EngineInfo
+from rollout.engine.core import EngineInfo
 from rollout.engine.placement.memory import MemoryByteStream, memory_stream_pair
 
 pytestmark = pytest.mark.anyio
@@ -45,12 +43,6 @@ SECRET = b"s" * 32
 INFO = EngineInfo(
     vocab_size=10, eos_ids=(1,), context_length=99, fingerprint="f", max_requests=4, core="c"
 )
-
-
-@pytest.fixture
-def anyio_backend() -> object:
-    """Virtual time."""
-    return ("trio", {"clock": MockClock(autojump_threshold=0)})
 
 
 def open_to_client(stream: MemoryByteStream) -> FrameStream[FromClient]:
@@ -88,25 +80,22 @@ async def test_frames_message_that_cannot_be_encoded_leaves_the_stream_intact() 
     assert await read_all(open_to_client(right), 2) == [Abort("1"), Abort("2")]
 
 
-async def test_read_peer_closes_between_frames_is_the_end() -> None:
+@pytest.mark.parametrize(
+    ("sent", "error", "said"),
+    [
+        (b"", anyio.EndOfStream, "^$"),
+        (b"\x10\0\0\0abc", FrameError, "ended in the middle of a frame"),
+        (b"\xff\xff\xff\xff", FrameError, "4294967295 bytes was announced; 65536 at most"),
+    ],
+)
+async def test_read_peer_closes_says_whether_within_a_frame_or_one_that_is_too_long(
+    sent: bytes, error: type[Exception], said: str
+) -> None:
     left, right = memory_stream_pair()
+    if sent:
+        await left.send(sent)
     await left.aclose()
-    with pytest.raises(anyio.EndOfStream):
-        await open_to_client(right).read()
-
-
-async def test_read_peer_closes_within_a_frame_says_so() -> None:
-    left, right = memory_stream_pair()
-    await left.send(b"\x10\0\0\0abc")
-    await left.aclose()
-    with pytest.raises(FrameError, match="ended in the middle of a frame"):
-        await open_to_client(right).read()
-
-
-async def test_read_announced_length_past_the_maximum_is_refused() -> None:
-    left, right = memory_stream_pair()
-    await left.send(b"\xff\xff\xff\xff")
-    with pytest.raises(FrameError, match="4294967295 bytes was announced; 65536 at most"):
+    with pytest.raises(error, match=said):
         await open_to_client(right).read()
 
 
@@ -119,18 +108,6 @@ async def test_send_peer_reads_nothing_waits_at_the_window() -> None:
     received = 0
     while received < 4 * 300_000:
         received += len(await right.receive(1 << 20))
-
-
-def test_chunk_crosses_the_wire_unchanged() -> None:
-    chunk = Chunk(
-        request_id="r" * 32,
-        offset=4,
-        ids=b"\1\0\0\0",
-        log_probs=b"\0\0\0\0",
-        weight_version=3,
-        finish_reason="stop",
-    )
-    assert server_messages.decode(messages.encoder.encode(chunk)) == chunk
 
 
 Peer = Callable[[FrameStream[Any]], Awaitable[object]]
@@ -169,13 +146,6 @@ def connect(secret: bytes = SECRET) -> Peer:
     return lambda frames: authenticate_server(
         frames, secret, ChannelSettings(stream_interval=7), ClientExpectations()
     )
-
-
-async def test_handshake_same_secret_gives_the_engines_facts_and_the_drivers_settings() -> None:
-    hello, info = await shake(serve, connect())
-    assert isinstance(hello, Hello)
-    assert hello.settings.stream_interval == 7
-    assert info == INFO
 
 
 async def test_handshake_client_with_another_secret_is_refused() -> None:

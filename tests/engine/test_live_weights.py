@@ -24,21 +24,9 @@ from rollout.engine.pool.pool import EnginePool
 from rollout.engine.weight_broadcasting import describe_tensors, receive_weights, send_weights
 from rollout.engine.weights import PREFIX, stage
 from rollout.errors import EngineError
+from tiny_models import TINY, save_model
 
-pytestmark = pytest.mark.process
-SIZES = {
-    "vocab_size": 600,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.3,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+pytestmark = [pytest.mark.anyio, pytest.mark.process]
 NEW_TOKENS = 400
 
 
@@ -50,15 +38,8 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    paths = []
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        path = tmp_path_factory.mktemp(f"weights-{seed}")
-        transformers.AutoModelForCausalLM.from_config(
-            transformers.LlamaConfig(**SIZES)
-        ).save_pretrained(path)
-        paths.append(str(path))
-    return paths
+    config = transformers.LlamaConfig(**TINY)
+    return [save_model(config, tmp_path_factory.mktemp("model"), seed) for seed in (0, 1)]
 
 
 async def ask(pool: EnginePool, prompt: list[int], into: Generation, count: int) -> None:
@@ -89,7 +70,6 @@ def tensors_in(path: str, directory: Path) -> TensorWeights:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["disk", "tensors"])
-@pytest.mark.anyio
 async def test_abort_and_resume_goes_on_as_a_fresh_prefill_under_the_new_weights(
     kind: str, models: list[str], tmp_path: Path
 ) -> None:
@@ -173,7 +153,6 @@ send_weights(load_file(sys.argv[1]), weights)
 
 
 @pytest.mark.slow
-@pytest.mark.anyio
 async def test_broadcast_from_another_process_reaches_every_replica(models: list[str]) -> None:
     file = f"{models[1]}/model.safetensors"
     with socket.socket() as free:

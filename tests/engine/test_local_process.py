@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import anyio
 import psutil
 import pytest
+import trustme
 
+import rollout
 from pools import generate, make_pool
+from rollout.config import (
+    ChannelConfig,
+    InProcessPlacement,
+    LocalProcessPlacement,
+    ModelConfig,
+    RolloutConfig,
+    SGLangEngine,
+    SimulatedEngine,
+)
+from rollout.engine.channel.messages import ChannelSettings
+from rollout.engine.channel.sockets import TlsFiles
 from rollout.engine.placement.engine_process import LastOutput
 from rollout.engine.placement.local_process import LocalProcess
+from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
-from rollout.engine.pool.request_runner import RecoveryPolicy
-from rollout.errors import EngineError
+from rollout.engine.routing import Router
+from rollout.errors import ConfigError, EngineError
+from rollout.testing import simulated_tokenizer
 from slow_cases import slow_after
 
 pytestmark = [pytest.mark.anyio, pytest.mark.process]
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(params=slow_after(1, ["trio", "asyncio"]))
@@ -42,13 +55,12 @@ def children() -> list[psutil.Process]:
 def pool_of(
     core: str = "CountingCore",
     replicas: int = 1,
-    policy: RecoveryPolicy = "resume",
-    **options: object,
+    token_s: float = 0.0,
+    **pool: Any,
 ) -> EnginePool:
-    specs = [options] * replicas
-    return make_pool(
-        f"fake_core:{core}", *specs, placement=LocalProcess(), start_timeout_s=30, policy=policy
-    )
+    specs = [{"token_s": token_s}] * replicas
+    place = LocalProcess()
+    return make_pool(f"fake_core:{core}", *specs, placement=place, start_timeout_s=30, **pool)
 
 
 async def test_generate_many_requests_over_two_processes_each_gets_its_own_tokens() -> None:
@@ -143,47 +155,121 @@ async def test_child_killed_in_mid_request_fails_it_and_is_replaced() -> None:
 
 
 async def test_child_frozen_is_given_up_after_the_heartbeat_timeout_and_replaced() -> None:
-    async with pool_of(token_s=0.01, policy="fail").serving() as pool:
+    settings = ChannelSettings(heartbeat_s=0.5, heartbeat_timeout_s=3.0, reconnect_s=0.5)
+    async with pool_of(token_s=0.01, policy="fail", settings=settings).serving() as pool:
         (child,) = children()
         child.suspend()
         start = anyio.current_time()
         with anyio.fail_after(10), pytest.raises(EngineError, match=r"^engine-0: silent for"):
             await generate(pool, [5], 1000)
-        assert anyio.current_time() - start < 7.5
+        assert anyio.current_time() - start < 3.0 + 0.5 + 0.5
         with anyio.fail_after(20):
             assert list((await generate(pool, [1], 2)).ids) == [2, 3]
     assert not child.is_running()
 
 
-DRIVER = """
-import anyio, sys
-sys.path[:0] = [{here!r}, {here!r} + "/.."]
-from test_local_process import pool_of
-async def main():
-    async with pool_of(replicas=2).serving():
-        print("ready", flush=True)
-        await anyio.sleep_forever()
-anyio.run(main)
-"""
+# An interpreter that lacks a package says which one, and what to install or set.
 
 
-def test_driver_is_interrupted_its_engines_end_within_five_seconds() -> None:
-    driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER.format(here=str(HERE))],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
+async def refusal(config: RolloutConfig) -> str:
+    with pytest.raises(EngineError) as caught:
+        async with rollout.open_rollout(config):
+            pytest.fail("opened")
+    return str(caught.value)
+
+
+async def test_interpreter_without_sglang_is_named_with_what_to_set(tmp_path: Path) -> None:
+    simulated_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    said = await refusal(
+        RolloutConfig(engine=SGLangEngine(device="cpu"), model=ModelConfig(path=str(tmp_path)))
     )
-    assert driver.stdout is not None
-    try:
-        assert driver.stdout.readline() == "ready\n"
-        engines = psutil.Process(driver.pid).children(recursive=True)
-        assert len(engines) == 2
-        assert all(os.getsid(engine.pid) == engine.pid for engine in engines)
-        driver.send_signal(signal.SIGINT)  # killed: see `test_driver_death`
-        _, alive = psutil.wait_procs(engines, timeout=5)
-        assert alive == []
-    finally:
-        driver.kill()
-        driver.wait()
-        driver.stdout.close()
+    assert said.startswith(
+        f"engine-0: engine.kind = 'sglang': SGLang cannot be imported by {sys.executable}, which "
+        "runs the engine (No module named 'sglang"
+    )
+    assert (
+        "; install it there, or set placement.python to the interpreter of the environment that "
+        "has it"
+    ) in said
+
+
+async def test_interpreter_without_this_library_is_told_what_to_install(tmp_path: Path) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    said = await refusal(
+        RolloutConfig(engine=SimulatedEngine(), placement=LocalProcessPlacement(python=str(bare)))
+    )
+    assert "ended with exit code 1 while starting" in said
+    assert said.endswith(
+        "placement.python needs the package rollout in its environment: `pip install anyio "
+        "msgspec`, and this library by `pip install --no-deps`"
+    )
+
+
+# Encrypted channels, with certificates made here.
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> TlsFiles:
+    """A certificate of an authority that the driver trusts."""
+    authority = trustme.CA()
+    certificate = authority.issue_cert("engine.test")
+    paths = [str(tmp_path / name) for name in ("certificate.pem", "key.pem", "authority.pem")]
+    certificate.cert_chain_pems[0].write_to_path(paths[0])
+    certificate.private_key_pem.write_to_path(paths[1])
+    authority.cert_pem.write_to_path(paths[2])
+    return TlsFiles(*paths)
+
+
+def pool_with(files: TlsFiles | None) -> EnginePool:
+    return EnginePool(
+        placement=LocalProcess(),
+        specs=[CoreSpec("fake_core:CountingCore", {}, tls=files)],
+        router=Router(),
+        start_timeout_s=60,
+    )
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
+async def test_tls_tokens_arrive_over_an_encrypted_channel(files: TlsFiles) -> None:
+    async with pool_with(files).serving() as pool:
+        assert list((await generate(pool, [5], 200)).ids) == list(range(6, 206))
+
+
+async def test_tls_engine_of_another_authority_is_refused(files: TlsFiles, tmp_path: Path) -> None:
+    trustme.CA().cert_pem.write_to_path(str(tmp_path / "other.pem"))
+    other = TlsFiles(files.certificate, files.key, str(tmp_path / "other.pem"))
+    with pytest.raises(EngineError, match="certificate verify failed"):
+        async with pool_with(other).serving():
+            pytest.fail("opened")
+
+
+async def test_tls_engine_without_its_key_says_which_file(files: TlsFiles) -> None:
+    missing = TlsFiles(files.certificate, "/nowhere/key.pem", files.authority)
+    with pytest.raises(EngineError) as caught:
+        async with pool_with(missing).serving():
+            pytest.fail("opened")
+    assert str(caught.value) == (
+        f"engine-0: channel.tls_certificate = {files.certificate!r} with channel.tls_key = "
+        "'/nowhere/key.pem': cannot be used: [Errno 2] No such file or directory"
+    )
+
+
+def test_tls_one_file_alone_is_a_fault() -> None:
+    with pytest.raises(ConfigError) as caught:
+        ChannelConfig(tls_certificate="c.pem", tls_key="k.pem")
+    assert "channel.tls_authority: missing; expected a path beside channel.tls_certificate" in str(
+        caught.value
+    )
+
+
+def test_tls_of_engines_in_process_is_a_fault() -> None:
+    channel = ChannelConfig(tls_certificate="c.pem", tls_key="k.pem", tls_authority="a.pem")
+    with pytest.raises(ConfigError) as caught:
+        RolloutConfig(engine=SimulatedEngine(), placement=InProcessPlacement(), channel=channel)
+    assert (
+        "channel.tls_certificate = 'c.pem': expected None with placement.kind = 'in_process': "
+        "nothing leaves the process"
+    ) in str(caught.value)

@@ -252,12 +252,6 @@ def test_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch
     assert model_files.cache_directory() == Path("/home/me/own")
 
 
-def test_importing_model_files_loads_no_torch() -> None:
-    script = "import sys, rollout.engine.model_files; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
-    assert done.stdout == b"False\n"
-
-
 @pytest.mark.model
 def test_embedded_tokenizer_gives_every_digit_a_token_and_renders_tools() -> None:
     from transformers import AutoTokenizer

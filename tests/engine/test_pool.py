@@ -10,7 +10,6 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
-from trio.testing import MockClock
 
 import fake_core
 from fake_core import CountingCore
@@ -25,12 +24,6 @@ from rollout.errors import ChannelError, EngineError, LimitExceeded
 from rollout.limits import NEVER, Clock, Deadline
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def anyio_backend() -> object:
-    """Virtual time."""
-    return ("trio", {"clock": MockClock(autojump_threshold=0)})
 
 
 @pytest.fixture
@@ -111,23 +104,6 @@ async def test_generate_that_is_never_sent_takes_no_place_at_its_replica(
                 await ask(pool, 1, 1)
         assert in_flight(pool) == [(0, 0)]
         assert list((await ask(pool, 1, 1)).ids) == [2]
-
-
-async def test_generate_full_engine_others_wait_in_their_order(cores: list[Any]) -> None:
-    order: list[int] = []
-    async with pool_of(token_s=1.0, max_requests=2).serving() as pool:
-
-        async def one(number: int) -> None:
-            await ask(pool, number, 1, session=str(number))
-            order.append(number)
-
-        start = anyio.current_time()
-        async with anyio.create_task_group() as tasks:
-            for number in range(6):
-                tasks.start_soon(one, number)
-                await anyio.lowlevel.checkpoint()
-        assert anyio.current_time() - start == pytest.approx(3.0)
-    assert [sorted(order[i : i + 2]) for i in (0, 2, 4)] == [[0, 1], [2, 3], [4, 5]]
 
 
 async def test_generate_waiter_of_higher_priority_is_served_first(cores: list[Any]) -> None:

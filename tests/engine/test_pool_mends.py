@@ -66,7 +66,7 @@ async def ask(
     return list((await generate(pool, [5, last], count, generation)).ids)
 
 
-async def test_sleep_fails_and_the_wake_up_hangs_requests_go_on(rollout_clock: Any) -> None:
+async def test_sleep_fails_and_the_wake_up_hangs_requests_go_on() -> None:
     async with pool_of("test_pool_mends:TiredCore", token_s=1.0).serving() as pool:
         with pytest.raises(EngineError, match=r"no memory saver|no answer after"):
             await pool.sleep()
@@ -82,7 +82,7 @@ class FlushesIdle(CountingCore):
             await anyio.sleep(0.5)
 
 
-async def test_flush_cache_under_load_requests_are_cut_off_and_go_on(rollout_clock: Any) -> None:
+async def test_flush_cache_under_load_requests_are_cut_off_and_go_on() -> None:
     async with pool_of("test_pool_mends:FlushesIdle", token_s=1.0).serving() as pool:
         answers: list[list[int]] = []
 
@@ -139,9 +139,7 @@ class CuttableInProcess(InProcess):
             yield attrs.evolve(handle, connect=connect)
 
 
-async def test_connection_breaks_while_a_replica_is_put_to_sleep_it_does_not_serve_asleep(
-    rollout_clock: Any,
-) -> None:
+async def test_connection_breaks_while_a_replica_is_put_to_sleep_it_does_not_serve_asleep() -> None:
     core, placement = "test_pool_mends:SlowSleeperCore", CuttableInProcess()
     options = [{"sleep_s": seconds} for seconds in (1.5, 0.0)]
     pool = make_pool(core, *options, placement=placement, start_timeout_s=60)
@@ -158,9 +156,7 @@ async def test_connection_breaks_while_a_replica_is_put_to_sleep_it_does_not_ser
         assert not any(each.is_asleep for each in placement.cores.values())
 
 
-async def test_weights_change_while_a_new_replica_goes_to_sleep_it_has_them(
-    rollout_clock: Any,
-) -> None:
+async def test_weights_change_while_a_new_replica_goes_to_sleep_it_has_them() -> None:
     async with pool_of("test_pool_mends:SlowSleeperCore").serving() as pool:
         await pool.sleep(2)
         async with anyio.create_task_group() as tasks:
@@ -187,9 +183,7 @@ class StubbornCore(SlowSleeperCore):
         raise EngineError("five more minutes")
 
 
-async def test_sleep_fails_and_one_that_sleeps_does_not_wake_it_is_restarted(
-    rollout_clock: Any,
-) -> None:
+async def test_sleep_fails_and_one_that_sleeps_does_not_wake_it_is_restarted() -> None:
     core, placement = "test_pool_mends:StubbornCore", CuttableInProcess()
     options = [{"sleep_s": seconds} for seconds in (1.0, 0.0)]
     pool = make_pool(core, *options, placement=placement, start_timeout_s=60)
@@ -204,9 +198,9 @@ async def test_sleep_fails_and_one_that_sleeps_does_not_wake_it_is_restarted(
         assert not any(each.is_asleep for each in placement.cores.values())
 
 
-async def test_replica_that_joins_sleeping_engines_and_does_not_fall_asleep_is_not_waited_for(
-    rollout_clock: Any,
-) -> None:
+async def test_replica_that_joins_sleeping_engines_and_does_not_fall_asleep_is_not_waited_for() -> (
+    None
+):
     core = "test_pool_mends:SlowSleeperCore"
     added = CoreSpec(core, {"sleep_s": 1e6})
     pool = make_pool(core, {"sleep_s": 0.0}, make_spec=lambda slot: added, start_timeout_s=60)
@@ -217,7 +211,7 @@ async def test_replica_that_joins_sleeping_engines_and_does_not_fall_asleep_is_n
         assert anyio.current_time() < 100
 
 
-async def test_update_waits_for_requests_that_sleep_it_is_refused(rollout_clock: Any) -> None:
+async def test_update_waits_for_requests_that_sleep_it_is_refused() -> None:
     answers: list[list[int]] = []
 
     async def keep_asking(pool: EnginePool) -> None:
@@ -246,7 +240,7 @@ class BreaksAwakening(TiredCore):
         raise EngineBroken("the memory is gone")
 
 
-async def test_wake_up_breaks_the_engine_its_caller_is_told(rollout_clock: Any) -> None:
+async def test_wake_up_breaks_the_engine_its_caller_is_told() -> None:
     async with pool_of("test_pool_mends:BreaksAwakening", token_s=1.0).serving() as pool:
         await pool.sleep()
         with pytest.raises(EngineError, match=r"engine-0.*the memory is gone"):
@@ -255,7 +249,7 @@ async def test_wake_up_breaks_the_engine_its_caller_is_told(rollout_clock: Any) 
 
 
 async def test_update_whose_caller_left_fails_the_log_has_its_error(
-    rollout_clock: Any, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     pool = pool_of("faulty_cores:UpdatableCore", token_s=1.0, load_s=4.0)
     async with pool.serving():
@@ -266,9 +260,7 @@ async def test_update_whose_caller_left_fails_the_log_has_its_error(
     assert any("caller was cancelled" in text and "no weights in bad" in text for text in told)
 
 
-async def test_update_raises_of_no_kind_the_replica_is_restarted_with_the_old_weights(
-    rollout_clock: Any,
-) -> None:
+async def test_update_raises_of_no_kind_the_replica_is_restarted_with_the_old_weights() -> None:
     async with pool_of("test_pool_mends:HalfLoadedCore", token_s=1.0).serving() as pool:
         with pytest.raises(EngineError, match="the link broke"):
             await pool.update_weights(8, DiskWeights("w8"))
@@ -279,7 +271,7 @@ async def test_update_raises_of_no_kind_the_replica_is_restarted_with_the_old_we
 
 
 async def test_request_that_only_waits_to_be_sent_is_not_blamed_for_engines_that_die(
-    rollout_clock: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cores: list[MortalCore] = []
 

@@ -99,22 +99,31 @@ async def ask_until_it_serves(pool: EnginePool, name: str) -> None:
             await anyio.sleep(0.05)
 
 
-async def test_three_replicas_serve_and_one_that_is_killed_serves_again(cluster: Any) -> None:
+def gpus_of(pool: EnginePool) -> list[str]:
+    """What each engine sees."""
+    return sorted(r.channel.info.core for r in pool._replicas.values() if r.channel)
+
+
+async def test_replicas_with_gpus_of_their_own_serve_and_one_that_is_killed_serves_again(
+    cluster: Any,
+) -> None:
     before = {process.pid for process in engines()}
-    async with opened(config(replicas=3)) as pool:
+    gpus = ["CUDA_VISIBLE_DEVICES=0", "CUDA_VISIBLE_DEVICES=1"]
+    async with opened(config(2, gpus_per_replica=1.0, core="DeviceCore")) as pool:
         mine = [process for process in engines() if process.pid not in before]
-        assert len(mine) == 3
+        assert len(mine) == 2
+        assert gpus_of(pool) == gpus
         for last in range(12):
             assert await ask(pool, last, 3) == [last + 1, last + 2, last + 3]
         mine[0].kill()
         with anyio.fail_after(PATIENCE_S):
-            while sum(replica.starts for replica in pool.statistics()) < 4:
+            while sum(replica.starts for replica in pool.statistics()) < 3:
                 await anyio.sleep(0.05)
         (restarted,) = [r.name for r in pool.statistics() if r.starts == 2]
         await ask_until_it_serves(pool, restarted)
         for last in range(12):
             assert await ask(pool, last, 2) == [last + 1, last + 2]
-    assert ray.util.placement_group_table() is not None
+        assert gpus_of(pool) == gpus
     assert await _free() == {"CPU": 4.0, "GPU": 2.0}
 
 
@@ -176,15 +185,6 @@ async def test_removed_replica_leaves_its_place_on_a_full_machine_to_one_that_is
 
 
 @pytest.mark.slow
-async def test_added_replica_that_is_not_placed_leaves_no_group(cluster: Any) -> None:
-    full = config(2, gpus_per_replica=1.0, core="DeviceCore", start_timeout_s=20.0)
-    async with opened(full) as pool:
-        with anyio.move_on_after(2):
-            await pool.add_replica()
-        assert groups() == ["engine-0", "engine-1"]
-
-
-@pytest.mark.slow
 async def test_killed_replica_keeps_its_group_while_it_does_not_start_again(
     cluster: Any, tmp_path: Path
 ) -> None:
@@ -236,17 +236,6 @@ async def test_more_gpus_than_there_are_fails_and_says_what_is_free(cluster: Any
     assert await _free() == {"CPU": 4.0, "GPU": 2.0}
 
 
-async def test_each_replica_has_gpus_of_its_own(cluster: Any) -> None:
-    gpus = config(2, gpus_per_replica=1.0, core="DeviceCore")
-    async with opened(gpus) as pool:
-        fingerprints = sorted(r.channel.info.core for r in pool._replicas.values() if r.channel)
-    assert fingerprints == ["CUDA_VISIBLE_DEVICES=0", "CUDA_VISIBLE_DEVICES=1"]
-    async with opened(config(1, core="DeviceCore")) as pool:
-        (replica,) = pool._replicas.values()
-        assert replica.channel is not None
-        assert replica.channel.info.core == "CUDA_VISIBLE_DEVICES=", "it was given none"
-
-
 #: Trainers set it, so that their own actors see all GPUs.
 LEAVING_DEVICES_ALONE = """
 import os, sys
@@ -256,7 +245,7 @@ import anyio, ray, test_ray_placement as t
 ray.init("local", num_cpus=4, num_gpus=4, include_dashboard=False, log_to_driver=False)
 async def main():
     async with t.open_engines(t.config(2, gpus_per_replica=2.0, core="DeviceCore")) as pool:
-        print(*sorted(r.channel.info.core for r in pool._replicas.values()))
+        print(*t.gpus_of(pool))
 anyio.run(main, backend="trio")
 ray.shutdown()
 """
@@ -282,9 +271,7 @@ async def test_colocated_replica_shares_the_gpus_of_a_worker(cluster: Any) -> No
     worker = Worker.remote()
     gpu_slots = await anyio.to_thread.run_sync(gpu_slots_of, [worker])
     async with opened(config(1, core="DeviceCore", colocate=gpu_slots)) as pool:
-        (replica,) = pool._replicas.values()
-        assert replica.channel is not None
-        assert replica.channel.info.core == "CUDA_VISIBLE_DEVICES=0,1"
+        assert gpus_of(pool) == ["CUDA_VISIBLE_DEVICES=0,1"]
     ray.kill(worker)
 
 
@@ -293,17 +280,6 @@ async def test_node_that_is_not_there_is_named(cluster: Any) -> None:
         EngineError, match=r"^placement: the cluster has no live node '203\.0\.113\.9'; it has \d"
     ):
         async with open_engines(config(nodes=("203.0.113.9",))):
-            pytest.fail("opened")
-
-
-@pytest.mark.slow
-async def test_core_that_does_not_start_says_why(cluster: Any) -> None:
-    with pytest.raises(EngineError, match=r"^engine-0: FileNotFoundError: no weights here$"):
-        async with open_engines(config(core="BrokenCore")):
-            pytest.fail("opened")
-    said = r"^engine-0: .*: the worker died; before that was said:\n    ValueError: no kernel for"
-    with pytest.raises(EngineError, match=said):
-        async with open_engines(config(core="BrokenWorkerCore")):
             pytest.fail("opened")
 
 
@@ -385,8 +361,8 @@ async def test_replica_over_more_machines_than_there_are_says_so(cluster: Any) -
 
 def test_joined_cluster_is_left_as_it_was(cluster: Any) -> None:
     async def main() -> None:
-        async with open_engines(config()):
-            pass
+        async with opened(config(core="DeviceCore")) as pool:
+            assert gpus_of(pool) == ["CUDA_VISIBLE_DEVICES="], "it was given none"
 
     nodes = ray.nodes()
     anyio.run(main)

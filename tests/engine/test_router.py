@@ -292,14 +292,6 @@ def test_assign_branch_of_a_trajectory_in_no_group_goes_where_its_trunk_is() -> 
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_ties_are_fair_on_an_idle_set(strategy: str) -> None:
-    router = router_of(*"abcd", strategy=strategy)
-    for number in range(400):
-        router.release(send(router, f"s{number}", prompt_tokens=10), generated=5)
-    assert [r.served for r in router.statistics().replicas] == [100] * 4
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ties_are_fair_on_a_busy_set(strategy: str) -> None:
     router = router_of(*"abcd", strategy=strategy)
     for round_number in range(1, 6):
@@ -309,14 +301,17 @@ def test_ties_are_fair_on_a_busy_set(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_ties_are_shared_by_weight_on_an_idle_set(strategy: str) -> None:
+@pytest.mark.parametrize(("weights", "off_by"), [((1, 1, 1, 1), 0), ((1, 3, 2), 1)])
+def test_ties_are_shared_by_weight_on_an_idle_set(
+    weights: tuple[int, ...], off_by: int, strategy: str
+) -> None:
     router = Router(strategy=strategy)
-    for name, weight in (("light", 1.0), ("heavy", 3.0), ("middle", 2.0)):
-        router.add(name, 100, weight=weight)
-    for number in range(600):
+    for number, weight in enumerate(weights):
+        router.add(f"r{number}", 100, weight=weight)
+    for number in range(100 * sum(weights)):
         router.release(send(router, f"s{number}", prompt_tokens=10), generated=5)
     served = [r.served for r in router.statistics().replicas]
-    assert served == pytest.approx([100, 300, 200], abs=1)
+    assert served == pytest.approx([100 * weight for weight in weights], abs=off_by)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -452,14 +447,6 @@ def test_set_weights_the_cache_of_the_old_ones_counts_no_more() -> None:
     assert send(router, "t", group_id="g", prompt_tokens=100).fresh_tokens == 0
 
 
-def test_many_replicas_are_added_at_run_time() -> None:
-    router = Router()
-    for number in range(300):
-        router.add(f"r{number}", 10)
-        send(router, f"s{number}")
-    assert set(in_flight(router).values()) == {1}
-
-
 def test_strategies_of_the_configuration_are_those_of_the_router() -> None:
     assert CONFIG_STRATEGIES == STRATEGIES
     for name in STRATEGIES:
@@ -521,30 +508,11 @@ actions = st.one_of(
 )
 
 
-histories = given(
-    strategy=st.sampled_from(STRATEGIES), steps=st.lists(actions, min_size=1, max_size=80)
-)
-
-
-@settings(max_examples=150, deadline=None)
-@histories
+@settings(max_examples=100, deadline=None)
+@given(strategy=st.sampled_from(STRATEGIES), steps=st.lists(actions, min_size=1, max_size=80))
 def test_counts_equal_assigns_less_releases_whatever_happens(
     strategy: str, steps: list[tuple[str, Any]]
 ) -> None:
-    check_counts(strategy, steps)
-
-
-@pytest.mark.slow
-@settings(max_examples=20_000, deadline=None)
-@histories
-def test_counts_equal_assigns_less_releases_in_many_histories(
-    strategy: str, steps: list[tuple[str, Any]]
-) -> None:
-    check_counts(strategy, steps)
-
-
-def check_counts(strategy: str, steps: list[tuple[str, Any]]) -> None:
-    """Replay a history, and compare what the router counts with what was asked of it."""
     router = router_of(*NAMES, capacity=3, strategy=strategy)
     held: list[Dispatch] = []
     offered, required = set(NAMES), None

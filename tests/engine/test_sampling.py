@@ -55,7 +55,7 @@ def kept(scores: torch.Tensor) -> set[int]:
     return set(torch.isfinite(scores).nonzero().flatten().tolist())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 1000),
     temperature=st.floats(0.2, 3.0),
@@ -148,7 +148,7 @@ def test_sample_row_that_is_not_finite_has_no_log_prob(value: float) -> None:
 def test_draws_are_in_proportion_to_the_weights(vocabulary: int) -> None:
     weights = logits(14, vocabulary=vocabulary, scale=1.0)[0].exp()
     weights[2:4] = 0
-    count = 4_000
+    count = 2_000
     ids = torch.tensor([draw_by_weight(weights, 3, position) for position in range(count)])
     seen = torch.bincount(ids, minlength=vocabulary).double()
     expected = (weights.double() / weights.sum()) * count

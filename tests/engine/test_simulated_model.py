@@ -6,7 +6,6 @@ import copy
 import pickle  # noqa: TID251  (as Ray may send a configuration)
 from typing import TYPE_CHECKING, Any
 
-import anyio
 import attrs
 import pytest
 
@@ -23,7 +22,7 @@ from rollout.config import (
     dump_config,
     load_config,
 )
-from rollout.testing import SimulatedEngine
+from rollout.testing import SimulatedEngine, run_virtual
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,7 +83,7 @@ def test_simulated_engine_without_a_model_takes_its_own(built: str, tmp_path: Pa
         copy.deepcopy(config),
     ):
         assert again == config
-    batch = anyio.run(generate, config)
+    batch = run_virtual(generate, config)
     assert [row.outcome for row in batch.samples] == ["completed"]
 
 
