@@ -12,7 +12,6 @@ import psutil
 import pytest
 import trustme
 
-import rollout
 from pools import generate, make_pool
 from rollout.config import (
     ChannelConfig,
@@ -23,6 +22,7 @@ from rollout.config import (
     SGLangEngine,
     SimulatedEngine,
 )
+from rollout.engine import open_engines
 from rollout.engine.channel.messages import ChannelSettings
 from rollout.engine.channel.sockets import TlsFiles
 from rollout.engine.placement.engine_process import LastOutput
@@ -173,7 +173,7 @@ async def test_child_frozen_is_given_up_after_the_heartbeat_timeout_and_replaced
 
 async def refusal(config: RolloutConfig) -> str:
     with pytest.raises(EngineError) as caught:
-        async with rollout.open_rollout(config):
+        async with open_engines(config):
             pytest.fail("opened")
     return str(caught.value)
 
