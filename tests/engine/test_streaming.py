@@ -151,6 +151,22 @@ async def test_simulated_tokens_of_slow_engines_do_not_wait_for_others() -> None
     assert (tokens.late, tokens.taken) == (0, 12 * 176)
 
 
+async def test_simulated_chunk_leaves_when_it_has_waited_for_long_enough() -> None:
+    timing = {"base_s": 0.1, "slope_s": 0.0, "prefill_tokens_per_s": None}
+    core = SimulatedCore(stream_interval_s=1.0, stream_interval=1000, timing=timing)
+    await core.start()
+    request = GenerationRequest(
+        request_id="r", prompt_ids=b"a\0\0\0", sampling=SamplingParams(max_new_tokens=35)
+    )
+    times, counts = [], []
+    began = anyio.current_time()
+    async for chunk in core.generate(request):
+        times.append(anyio.current_time() - began)
+        counts.append(len(chunk.ids) // 4)
+    assert times == pytest.approx([1.0, 2.0, 3.0, 3.5])
+    assert counts == [10, 10, 10, 5]
+
+
 async def test_simulated_tokens_leave_before_their_request_goes_back_to_the_queue() -> None:
     core = SimulatedCore(
         stream_interval_s=1e6,
