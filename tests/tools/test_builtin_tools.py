@@ -33,12 +33,14 @@ async def shout(text: str) -> str:
 
 
 @pytest.mark.parametrize("end", ["finish", "submit"])
-async def test_builtin_tools_are_offered_beside_those_given_and_an_answer_ends(end: Any) -> None:
+async def test_builtin_tools_are_offered_beside_those_given_and_the_first_answer_ends(
+    end: Any,
+) -> None:
     scenario = (
         Scenario(seed=1)
         .reply("go", tool_call("shout", text="a"))
         .then(tool_call("calculator", expression="6 * 7"))
-        .then(tool_call(end, answer="42"))
+        .then("\n".join(tool_call(end, answer=answer) for answer in ("42", "43")))
         .then("not reached")
     )
     seen = []
@@ -48,32 +50,21 @@ async def test_builtin_tools_are_offered_beside_those_given_and_an_answer_ends(e
         return 1.0
 
     config = scenario.config(tools=rollout.ToolsConfig(builtin=("calculator", end)))
-    prompt = Prompt(messages=[Message(role="user", content="go")], extra={"level": 1})
+    prompt = Prompt(
+        messages=[Message(role="user", content="go")], extra={"level": 1, "answer": "7"}
+    )
     async with rollout.open_rollout(config, tools=[shout], reward=reward) as runtime:
         batch = await runtime.generate([prompt])
     (trajectory,) = batch.trajectories
     assert seen == [{"level": 1, "answer": "42"}]
     assert trajectory.outcome == "completed"
-    assert trajectory.metrics["tool_calls"] == 3
+    assert trajectory.metrics["tool_calls"] == 4
     assert trajectory.metrics["tool_errors"] == 0
     said = [message.content for message in trajectory.messages if message.role == "tool"]
-    assert said == ["A", "42", "The answer is recorded."]
+    assert said == ["A", "42", *["The answer is recorded."] * 2]
     assert trajectory.messages[-1].role == "tool"
     assert batch.samples[0].extra["answer"] == "42"
-    assert prompt.extra == {"level": 1}
-
-
-async def test_first_answer_counts_whatever_the_prompts_extra_has() -> None:
-    answers = [tool_call("finish", answer="7"), tool_call("finish", answer="8")]
-    config = (
-        Scenario(seed=1)
-        .reply("go", "\n".join(answers))
-        .config(tools=rollout.ToolsConfig(builtin=("finish",)))
-    )
-    prompt = Prompt("go", extra={"answer": "42"})
-    async with rollout.open_rollout(config) as runtime:
-        (trajectory,) = (await runtime.generate([prompt])).trajectories
-    assert trajectory.extra["answer"] == "7"
+    assert prompt.extra == {"level": 1, "answer": "7"}
 
 
 async def test_builtin_tool_that_is_given_too_is_refused() -> None:
