@@ -292,11 +292,11 @@ async def test_breaker_answers_and_wrong_arguments_are_no_failures(executor: Any
 
 
 async def test_breaker_is_off_by_default(executor: Any) -> None:
-    script = Script(*[ConnectionError("down")] * 100)
+    script = Script(*[ConnectionError("down")] * 20)
     built = executor(script.tool)
-    for _ in range(100):
+    for _ in range(20):
         await run(opened(built), call("scripted"))
-    assert len(script.times) == 100
+    assert len(script.times) == 20
 
 
 async def test_breaker_trial_that_is_cancelled_leaves_room_for_another(executor: Any) -> None:
