@@ -31,6 +31,8 @@ from rollout.worker_threads import WorkerThreads
 if TYPE_CHECKING:
     from rollout.agents import AgentContext
 
+#: In virtual time all work is done on the loop.
+real_time = pytest.mark.parametrize("anyio_backend", ["asyncio"])
 both_backends = pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
 #: Vocabularies; the larger half of them with the full counts.
 each_vocabulary = pytest.mark.parametrize(
@@ -177,7 +179,7 @@ def _question(**fields: Any) -> Prompt:
     return Prompt(messages=[{"role": "user", "content": "q"}], **fields)
 
 
-@both_backends
+@real_time
 @pytest.mark.anyio
 async def test_prompt_certainly_too_long_is_rejected(anyio_backend: Any) -> None:
     prompt = Prompt(messages=[{"role": "user", "content": "word " * 200_000}])
@@ -190,7 +192,7 @@ async def test_prompt_certainly_too_long_is_rejected(anyio_backend: Any) -> None
     assert said.endswith(" tokens; lengths.prompt = 2048")
 
 
-@both_backends
+@real_time
 @pytest.mark.anyio
 async def test_prompt_of_a_million_messages_is_rejected(anyio_backend: Any) -> None:
     turn = ({"role": "user", "content": ""}, {"role": "assistant", "content": ""})
@@ -225,24 +227,22 @@ async def test_observe_long_text_is_kept_where_the_agent_returns() -> None:
 
 
 @pytest.mark.anyio
-async def test_observe_long_text_that_turns_out_too_long_ends_the_trajectory() -> None:
+@pytest.mark.parametrize(
+    ("length", "response"),
+    [
+        (LONG + 1, LONG),  # turns out too long: in `response` 13 characters a token would fit
+        (1_000_000, 64),  # certainly is
+    ],
+)
+async def test_observe_text_that_is_too_long_ends_the_trajectory(
+    length: int, response: int
+) -> None:
     trajectory = await _run(
-        _question(extra={"texts": ["a" * (LONG + 1)]}),
-        response=LONG,  # in which 13 characters a token would fit
-        name="observes_at_length",
+        _question(extra={"texts": ["a" * length]}), response=response, name="observes_at_length"
     )
     assert (trajectory.outcome, trajectory.limit_source) == (Outcome.LENGTH, "lengths.response")
     assert not trajectory.transcript.trailing_observation_length
     assert [message.role for message in trajectory.messages] == ["user", "assistant"]
-
-
-@pytest.mark.anyio
-async def test_observe_text_certainly_too_long_ends_the_trajectory_at_the_next_turn() -> None:
-    trajectory = await _run(
-        _question(extra={"texts": ["x" * 1_000_000]}), response=64, name="observes_at_length"
-    )
-    assert (trajectory.outcome, trajectory.limit_source) == (Outcome.LENGTH, "lengths.response")
-    assert not trajectory.transcript.trailing_observation_length
 
 
 @register_agent("offers_long_tools")
@@ -274,7 +274,7 @@ async def test_long_tools_of_a_subagent_are_rendered_beside_the_loop(
     assert ran == [False, True, True]  # the question, the tools, and all again to compare
 
 
-@both_backends
+@real_time
 @pytest.mark.anyio
 async def test_user_who_says_megabytes_ends_by_length(anyio_backend: Any) -> None:
     trajectory = await _run(
@@ -287,7 +287,7 @@ async def test_user_who_says_megabytes_ends_by_length(anyio_backend: Any) -> Non
     assert not trajectory.transcript.trailing_observation_length
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@real_time
 @pytest.mark.anyio
 async def test_long_work_leaves_the_loop_to_others(anyio_backend: Any) -> None:
     texts, was_seen = WorkerThreads(), threading.Event()
@@ -296,7 +296,7 @@ async def test_long_work_leaves_the_loop_to_others(anyio_backend: Any) -> None:
         assert await run_text(texts, True, was_seen.wait, 60)
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@real_time
 @pytest.mark.anyio
 async def test_long_work_is_left_behind_and_counted_where_its_trajectory_ends(
     anyio_backend: Any,
@@ -329,19 +329,19 @@ def test_is_long_counts_texts_and_parts(value: Any, expected: bool) -> None:
     assert is_long(value) is expected
 
 
-@both_backends
+@real_time
 @pytest.mark.anyio
 async def test_history_rendered_anew_without_room_ends_by_length(anyio_backend: Any) -> None:
     trajectory = await _run(
         _question(extra={"texts": ["a" * (LONG + 1)]}),
-        response=LONG + 100,
+        response=LONG,
         name="observes_at_length",
         history="inference_template",
     )
-    assert trajectory.outcome in (Outcome.COMPLETED, Outcome.LENGTH)
+    assert (trajectory.outcome, trajectory.limit_source) == (Outcome.LENGTH, "lengths.response")
 
 
-@both_backends
+@real_time
 @pytest.mark.anyio
 async def test_tokenization_check_of_a_long_transcript_finds_no_difference(
     anyio_backend: Any,
