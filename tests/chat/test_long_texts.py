@@ -164,6 +164,7 @@ async def _run(
         Scenario(seed=1)
         .reply("", "ok")
         .capacity(context_length=10**6)
+        .timing(prefill_tokens_per_s=None)
         .config(
             agent=AgentConfig(**agent),
             lengths=LengthsConfig(prompt=longest, response=response),

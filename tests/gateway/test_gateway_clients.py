@@ -63,9 +63,10 @@ async def ask(
 
 
 def _in_thread(root: str, key: str, body: Callable[..., Any]) -> Any:
+    plain = openai.DefaultHttpxClient(verify=False), anthropic.DefaultHttpxClient(verify=False)
     with (
-        openai.OpenAI(base_url=f"{root}/v1", api_key=key) as ours,
-        anthropic.Anthropic(base_url=root, api_key=key) as theirs,
+        openai.OpenAI(base_url=f"{root}/v1", api_key=key, http_client=plain[0]) as ours,
+        anthropic.Anthropic(base_url=root, api_key=key, http_client=plain[1]) as theirs,
     ):
         return body(ours, theirs)
 

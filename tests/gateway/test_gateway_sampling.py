@@ -45,15 +45,15 @@ def anyio_backend() -> str:
     return "trio"
 
 
-def ask(api: str, *, stream: bool, **fields: Any) -> Any:
-    """A program that asks once; it returns the status and the text of the reply."""
+def ask(api: str, *bodies: dict[str, Any], stream: bool = False) -> Any:
+    """A program that asks once for each body; it returns the statuses and texts of the replies."""
     length = {"chat/completions": "max_completion_tokens", "responses": "max_output_tokens"}
     messages = {"input": "One"} if api == "responses" else {"messages": [user("One")]}
+    usual = {length.get(api, "max_tokens"): 5, "stream": stream, **messages}
 
     def program(client: Client) -> Any:
-        body = {length.get(api, "max_tokens"): 5, "stream": stream, **messages, **fields}
-        got = client.post(f"/v1/{api}", **body)
-        return got.status_code, got.text
+        replies = [client.post(f"/v1/{api}", **{**usual, **body}) for body in bodies]
+        return [(got.status_code, got.text) for got in replies]
 
     return program
 
@@ -75,9 +75,9 @@ async def run(program: Any, policy: str, own: SamplingConfig = OWN, prompts: Any
 async def test_pin_samples_with_the_configuration_whatever_the_client_sends(
     api: str, stream: bool
 ) -> None:
-    batch, (sampled,) = await run(ask(api, stream=stream, **WISHES[api]), "pin")
-    plain, (expected,) = await run(ask(api, stream=stream), "pin")
-    assert batch.trajectories[0].extra["result"][0] == 200
+    batch, (sampled,) = await run(ask(api, WISHES[api], stream=stream), "pin")
+    plain, (expected,) = await run(ask(api, {}, stream=stream), "pin")
+    assert batch.trajectories[0].extra["result"][0][0] == 200
     assert sampled == expected
     assert (sampled.temperature, sampled.top_p, sampled.top_k) == (0.75, 0.875, 40)
     assert sampled.max_new_tokens == 5
@@ -87,7 +87,7 @@ async def test_pin_samples_with_the_configuration_whatever_the_client_sends(
 
 @pytest.mark.parametrize(("api", "stream"), CASES)
 async def test_accept_samples_with_what_the_client_sends(api: str, stream: bool) -> None:
-    _, (sampled,) = await run(ask(api, stream=stream, **WISHES[api]), "accept")
+    _, (sampled,) = await run(ask(api, WISHES[api], stream=stream), "accept")
     for name, value in WISHES[api].items():
         if name != "seed":
             assert getattr(sampled, name) == value
@@ -95,36 +95,36 @@ async def test_accept_samples_with_what_the_client_sends(api: str, stream: bool)
 
 @pytest.mark.parametrize(("api", "stream"), CASES)
 async def test_refuse_refuses_only_what_differs(api: str, stream: bool) -> None:
-    for field, value in WISHES[api].items():
-        batch, sampled = await run(ask(api, stream=stream, **{field: value}), "refuse")
-        status, text = batch.trajectories[0].extra["result"]
-        assert (status, sampled) == (400, []), field
+    differing = [{field: value} for field, value in WISHES[api].items()]
+    same = {"temperature": 0.75, "top_p": 0.875}
+    batch, (sampled,) = await run(ask(api, *differing, same, stream=stream), "refuse")
+    *refused, (status, _) = batch.trajectories[0].extra["result"]
+    for field, (refusal, text) in zip(WISHES[api], refused, strict=True):
+        assert refusal == 400, field
         assert f"{field} = " in text
         assert "gateway.sampling" in text
-    same = {"temperature": 0.75, "top_p": 0.875}
-    batch, (sampled,) = await run(ask(api, stream=stream, **same), "refuse")
-    assert batch.trajectories[0].extra["result"][0] == 200
-    assert (sampled.temperature, sampled.max_new_tokens) == (0.75, 5)
+    assert (status, sampled.temperature, sampled.max_new_tokens) == (200, 0.75, 5)
 
 
 async def test_pinned_call_that_is_refused_does_not_count() -> None:
-    program = ask("chat/completions", stream=False, temperature=0.1, stop_token_ids=[-1])
+    program = ask("chat/completions", {"temperature": 0.1, "stop_token_ids": [-1]})
     batch, sampled = await run(program, "pin")
-    assert batch.trajectories[0].extra["result"][0] == 400
+    assert batch.trajectories[0].extra["result"][0][0] == 400
     assert sampled == []
     assert "gateway/pinned_calls" not in batch.metrics
 
 
 async def test_pin_leaves_stop_strings_to_the_client() -> None:
-    program = ask("chat/completions", stream=False, stop=["three"], max_completion_tokens=50)
+    program = ask("chat/completions", {"stop": ["three"], "max_completion_tokens": 50})
     batch, _ = await run(program, "pin")
-    assert '"content":"One two"' in batch.trajectories[0].extra["result"][1].replace(' "', '"')
+    ((_, text),) = batch.trajectories[0].extra["result"]
+    assert '"content":"One two"' in text.replace(' "', '"')
 
 
 async def test_stop_id_outside_the_vocabulary_is_refused_by_name() -> None:
-    program = ask("chat/completions", stream=False, stop_token_ids=[2_000_000_000])
+    program = ask("chat/completions", {"stop_token_ids": [2_000_000_000]})
     batch, sampled = await run(program, "accept")
-    status, text = batch.trajectories[0].extra["result"]
+    ((status, text),) = batch.trajectories[0].extra["result"]
     error = json.loads(text)["error"]
     assert (status, error["code"], error["param"]) == (400, "invalid_value", "stop_token_ids")
     assert (sampled, batch.trajectories[0].reason) == ([], "never_generated")
@@ -132,14 +132,15 @@ async def test_stop_id_outside_the_vocabulary_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("policy", ["accept", "pin"])
 async def test_client_that_wants_fewer_likely_tokens_leaves_those_of_the_row(policy: str) -> None:
-    program = ask("chat/completions", stream=False, logprobs=True, top_logprobs=2)
+    program = ask("chat/completions", {"logprobs": True, "top_logprobs": 2})
     batch, (sampled,) = await run(program, policy, SamplingConfig(top_log_probs=5))
     assert sampled.top_log_probs == 5
-    (choice,) = json.loads(batch.trajectories[0].extra["result"][1])["choices"]
+    ((_, text),) = batch.trajectories[0].extra["result"]
+    (choice,) = json.loads(text)["choices"]
     assert {len(each["top_logprobs"]) for each in choice["logprobs"]["content"]} == {2}
 
 
 async def test_temperature_of_a_client_stands_over_a_greedy_prompt() -> None:
-    program = ask("chat/completions", stream=False, temperature=0.25)
+    program = ask("chat/completions", {"temperature": 0.25})
     _, (sampled,) = await run(program, "accept", prompts={"greedy": True})
     assert sampled.temperature == 0.25
