@@ -38,7 +38,7 @@ class Client:
         self.address = address
         headers = {"authorization": f"Bearer {address.api_key}"}
         self.http = httpx.Client(
-            base_url=address.root_url, headers=headers, timeout=30, trust_env=False
+            base_url=address.root_url, headers=headers, timeout=30, trust_env=False, verify=False
         )
 
     def post(self, path: str, **body: Any) -> httpx.Response:

@@ -87,7 +87,7 @@ async def test_later_calls_of_a_finished_trajectory_get_a_final_error() -> None:
     async with open_rollout(config) as runtime:
         batch = await runtime.generate([prompt_of(talk)])
         address = batch.trajectories[0].extra["address"]
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx.AsyncClient(trust_env=False, verify=False) as client:
             got = await client.post(
                 f"{address.base_url}/chat/completions",
                 json={"messages": [user("One")]},
@@ -104,7 +104,7 @@ async def test_opened_gateway_serves_agents_until_it_is_left() -> None:
             address = batch.trajectories[0].extra["address"]
             assert address.root_url.startswith(f"{gateway.url}/t/")
             assert address.base_url == f"{address.root_url}/v1"
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx.AsyncClient(trust_env=False, verify=False) as client:
             with pytest.raises(httpx.ConnectError):
                 await client.head(gateway.url)
 
@@ -133,7 +133,7 @@ async def test_always_starts_the_server_with_the_runtime(taken: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         free = sock.getsockname()[1]
     config = config_of(CHAT, GatewayConfig(port=free, start="always", host="127.0.0.1"))
-    async with open_rollout(config), httpx.AsyncClient(trust_env=False) as client:
+    async with open_rollout(config), httpx.AsyncClient(trust_env=False, verify=False) as client:
         assert (await client.head(f"http://127.0.0.1:{free}/")).status_code == 200
 
 

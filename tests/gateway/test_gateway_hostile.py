@@ -41,7 +41,9 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 @asynccontextmanager
 async def client_of(*sessions: FakeSession, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     async with served(*sessions, **settings) as url:
-        async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as client:
+        async with httpx.AsyncClient(
+            base_url=url, timeout=10, trust_env=False, verify=False
+        ) as client:
             yield client
 
 

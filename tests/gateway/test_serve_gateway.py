@@ -65,7 +65,7 @@ async def trainer(
     async with open_trajectory_server(config, "secret", resume=resume) as (_, served):
         headers = {"authorization": "Bearer secret"}
         async with httpx.AsyncClient(
-            base_url=served.url, headers=headers, trust_env=False, timeout=30
+            base_url=served.url, headers=headers, trust_env=False, verify=False, timeout=30
         ) as client:
             yield client
 
@@ -78,7 +78,7 @@ async def opened(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
 
 
 async def chat(address: dict[str, Any], *messages: Any) -> httpx.Response:
-    async with httpx.AsyncClient(trust_env=False, timeout=30) as agent:
+    async with httpx.AsyncClient(trust_env=False, verify=False, timeout=30) as agent:
         return await agent.post(
             f"{address['base_url']}/chat/completions",
             json={"model": address["model"], "messages": list(messages)},
@@ -247,7 +247,9 @@ async def test_main_row_without_a_token_is_not_trained() -> None:
         address = await opened(client)
         headers = {"authorization": f"Bearer {address['api_key']}", "x-openai-subagent": "b"}
         body = {"messages": [{"role": "user", "content": "One"}]}
-        async with httpx.AsyncClient(trust_env=False, headers=headers, timeout=30) as agent:
+        async with httpx.AsyncClient(
+            trust_env=False, verify=False, headers=headers, timeout=30
+        ) as agent:
             await agent.post(f"{address['base_url']}/chat/completions", json=body)
         await client.post(f"/trajectories/{address['id']}/finish", json={"reward": 1.0})
         rows = (await client.get(f"/trajectories/{address['id']}/rows")).json()["rows"]
@@ -346,7 +348,9 @@ def test_command_serves_until_it_is_terminated(tmp_path: Path, backend: str) -> 
         url = process.stdout.readline().split()[1]
         assert process.stdout.readline().split(maxsplit=1)[1] == "that of ROLLOUT_GATEWAY_TOKEN\n"
         headers = {"authorization": "Bearer secret"}
-        with httpx.Client(base_url=url, headers=headers, trust_env=False, timeout=30) as client:
+        with httpx.Client(
+            base_url=url, headers=headers, trust_env=False, verify=False, timeout=30
+        ) as client:
             got = client.post("/trajectories", content=json.dumps({"prompt": PROMPT}))
             assert got.status_code == 201
             process.send_signal(signal.SIGUSR1)

@@ -103,7 +103,7 @@ async def test_client_that_shows_images_continues_its_row(folder: Path, program:
 async def sees_its_task(task: AgentTask) -> float:
     """Sends the prompt on as it is."""
     headers = {"authorization": f"Bearer {task.api_key}"}
-    async with httpx.AsyncClient(headers=headers, trust_env=False) as client:
+    async with httpx.AsyncClient(headers=headers, trust_env=False, verify=False) as client:
         body = {"model": task.model, "messages": task.messages}
         answer = await client.post(f"{task.base_url}/chat/completions", json=body)
     return float(answer.status_code == 200)
