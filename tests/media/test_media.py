@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pydantic
@@ -32,6 +32,9 @@ from rollout.interactions import VerlInteraction
 from rollout.testing import Scenario
 from rollout.tools import ToolResult, normalise_result
 from rollout.worker_threads import WorkerThreads
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 TEXT_ONLY = "here the model reads text only"
 
@@ -66,10 +69,9 @@ CONTENTS: dict[str, tuple[Any, str]] = {
     "PIL part": (["Look:", picture()], f": content[1] is a PIL image; expected text: {TEXT_ONLY}"),
     "bytes part": ((b"\x89PNG",), f": content[0] is bytes; expected text: {TEXT_ONLY}"),
 }
-both = pytest.mark.parametrize(("content", "said"), CONTENTS.values(), ids=CONTENTS)
 
 
-@both
+@pytest.mark.parametrize(("content", "said"), CONTENTS.values(), ids=CONTENTS)
 def test_message_with_media_is_refused_by_place_and_kind(content: Any, said: str) -> None:
     with pytest.raises(MediaError) as caught:
         template_messages(
@@ -113,66 +115,51 @@ class Shows(AgentLoop):
         await context.generate()
 
 
-async def play(prompt: Prompt, *, interactions: Any = (), **agent: Any) -> Trajectory:
+async def play(*prompts: Prompt, interactions: Any = (), **agent: Any) -> Sequence[Trajectory]:
     config = Scenario(seed=1).reply("", "ok").config(agent=AgentConfig(**agent))
     async with rollout.open_rollout(config, interactions=interactions) as runtime:
-        (trajectory,) = (await runtime.generate([prompt])).trajectories
-    return trajectory
+        return (await runtime.generate(prompts)).trajectories
+
+
+def check_refused(found: Sequence[Trajectory], outcome: Outcome, reason: str, at: str) -> None:
+    """Trajectories with each of the contents, in their order, tell of what stands at this place."""
+    for (_, said), trajectory in zip(CONTENTS.values(), found, strict=True):
+        assert (trajectory.outcome, trajectory.reason) == (outcome, reason)
+        assert trajectory.cause is not None
+        assert (trajectory.cause.type, trajectory.cause.message) == ("MediaError", at + said)
 
 
 @pytest.mark.anyio
-@both
-async def test_prompt_with_media_is_rejected(content: Any, said: str) -> None:
-    trajectory = await play(Prompt(messages=[{"role": "user", "content": content}]))
-    assert (trajectory.outcome, trajectory.reason) == (Outcome.REJECTED, "bad_message")
-    assert trajectory.cause is not None
-    assert (trajectory.cause.type, trajectory.cause.message) == (
-        "MediaError",
-        f"messages[0] (user){said}",
-    )
+async def test_prompt_with_media_is_rejected() -> None:
+    asked = [[{"role": "user", "content": content}] for content, _ in CONTENTS.values()]
+    found = await play(*[Prompt(messages=messages) for messages in asked])
+    check_refused(found, Outcome.REJECTED, "bad_message", "messages[0] (user)")
 
 
 @pytest.mark.anyio
-@both
-async def test_agent_that_observes_media_fails(content: Any, said: str) -> None:
-    asked = [{"role": "user", "content": "q"}]
-    trajectory = await play(Prompt(messages=asked, extra={"content": content}), name="shows")
-    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "agent")
-    assert trajectory.cause is not None
-    assert (trajectory.cause.type, trajectory.cause.message) == (
-        "MediaError",
-        f"messages[0] (user){said}",
-    )
+async def test_agent_that_observes_media_fails() -> None:
+    prompts = [Prompt("q", extra={"content": content}) for content, _ in CONTENTS.values()]
+    found = await play(*prompts, name="shows")
+    check_refused(found, Outcome.FAILED, "agent", "messages[0] (user)")
 
 
 @pytest.mark.anyio
-@both
 @pytest.mark.parametrize("is_verl", [False, True])
-async def test_user_who_shows_media_fails_the_trajectory(
-    content: Any, said: str, is_verl: bool
-) -> None:
+async def test_user_who_shows_media_fails_the_trajectory(is_verl: bool) -> None:
     class Shower(Interaction):
         name = "shower"
 
         async def respond(self, messages: Any) -> InteractionTurn:
-            return InteractionTurn(content)
+            return InteractionTurn(CONTENTS[messages[0]["content"]][0])
 
     class VerlShower:
         async def generate_response(self, instance_id: str, messages: Any, **kwargs: Any) -> Any:
-            return False, content, 0.0, {}
+            return False, CONTENTS[messages[0]["content"]][0], 0.0, {}
 
     user = VerlInteraction(VerlShower(), name="shower") if is_verl else Shower
-    trajectory = await play(
-        Prompt(messages=[{"role": "user", "content": "q"}]),
-        interactions=[user],
-        interaction="shower",
-    )
-    assert trajectory.outcome is Outcome.FAILED
-    assert trajectory.cause is not None
-    assert (trajectory.cause.type, trajectory.cause.message) == (
-        "MediaError",
-        f"interaction 'shower'{said}",
-    )
+    prompts = [Prompt(name) for name in CONTENTS]
+    found = await play(*prompts, interactions=[user], interaction="shower")
+    check_refused(found, Outcome.FAILED, "agent", "interaction 'shower'")
 
 
 class Block(pydantic.BaseModel):

@@ -70,37 +70,25 @@ async def test_row_has_the_inputs_of_its_media(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [3, 4])
-@pytest.mark.parametrize("layout", ["padded", "packed"])
-async def test_positions_are_those_of_the_model(folder: Path, count: Any, layout: Any) -> None:
+async def test_positions_are_those_of_the_model(folder: Path, count: Any) -> None:
     batch = await made(folder, position_rows=count)
-    if layout == "packed":
-        config = config_of(folder)
-        batch = collate(
-            batch.trajectories,
-            config.lengths,
-            0,
-            layout,
-            processor=load_media_processor(str(folder)),
-            position_rows=count,
-        )
     processor = load_media_processor(str(folder))
     assert processor is not None
-    positions, ids = batch.tensors["position_ids"], batch.tensors["input_ids"]
-    if layout == "padded":
-        assert positions.shape == (4, count, 512 + 512)
-    for row, trajectory in enumerate(batch.trajectories):
+    trajectories, lengths = batch.trajectories, config_of(folder).lengths
+    options: Any = {"processor": processor, "position_rows": count}
+    packed = collate(trajectories, lengths, 0, "packed", **options).tensors
+    padded = batch.tensors["position_ids"]
+    assert padded.shape == (4, count, 512 + 512)
+    for row, trajectory in enumerate(trajectories):
         transcript = trajectory.transcript
+        is_token = batch.tensors["attention_mask"][row].bool()
+        assert not padded[row][:, ~is_token].any()
+        assert packed["input_ids"][row].tolist() == transcript.ids().tolist()
         own = processor.position_ids(transcript.ids(), transcript.media)
-        if layout == "packed":
-            found = positions[row].numpy().T
-            assert ids[row].tolist() == transcript.ids().tolist()
-        else:
-            is_token = batch.tensors["attention_mask"][row].bool()
-            found = positions[row][:, is_token].numpy()
-            assert not positions[row][:, ~is_token].any()
-        assert np.array_equal(found[-3:], own)
-        if count == 4:
-            assert found[0].tolist() == list(range(len(transcript)))
+        for found in (padded[row][:, is_token].numpy(), packed["position_ids"][row].numpy().T):
+            assert np.array_equal(found[-3:], own)
+            if count == 4:
+                assert found[0].tolist() == list(range(len(transcript)))
 
 
 async def test_saved_batch_has_each_medium_once_and_is_loaded_whole(

@@ -182,7 +182,7 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("family", APPENDABLE, indirect=True)
 @given(messages=conversations())
 @settings(
-    max_examples=25,
+    max_examples=10,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -194,7 +194,7 @@ def test_transcript_of_turns_is_what_the_processor_makes_of_the_whole(
 
 @given(content=contents(st.just("image")))
 @settings(
-    max_examples=15,
+    max_examples=6,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

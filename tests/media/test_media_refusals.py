@@ -37,19 +37,16 @@ pytestmark = [
 CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
 
 
-@pytest.fixture(params=["asyncio", "trio"])
-def anyio_backend(request: pytest.FixtureRequest) -> Any:
+@pytest.fixture
+def anyio_backend() -> str:
     """The machine's own clock: media are read in threads."""
-    return request.param
+    return "trio"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Processor and configuration of Qwen2.5-VL over the simulated engine's vocabulary."""
-    return written(tmp_path_factory.mktemp("vl"))
-
-
-def written(folder: Path) -> Path:
+    folder = tmp_path_factory.mktemp("vl")
     processor = vision_models.processor("qwen2_5_vl")
     processor.tokenizer = simulated_words(processor.tokenizer)
     processor.save_pretrained(folder)
@@ -147,7 +144,6 @@ async def test_engine_of_images_rejects_videos_alone(folder: Path) -> None:
     assert len(tool.transcript.media) == 1
 
 
-@pytest.mark.parametrize("anyio_backend", ["trio"], indirect=True)
 async def test_embedded_engine_refuses_a_model_that_reads_images_by_name(tmp_path: Path) -> None:
     vision_models.save("qwen2_5_vl", tmp_path)
     core = TransformersCore(model=str(tmp_path))

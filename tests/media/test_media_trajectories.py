@@ -84,6 +84,14 @@ async def play(
         return await runtime.generate(prompts, samples=samples)
 
 
+def check_rejected(batch: RolloutBatch, said: str) -> None:
+    """The batch's only prompt was rejected, and its cause says so."""
+    (trajectory,) = batch.trajectories
+    assert trajectory.outcome is Outcome.REJECTED
+    assert trajectory.cause is not None
+    assert said in trajectory.cause.message
+
+
 def data_url(content: bytes, mime: str = "image/png") -> str:
     return f"data:{mime};base64,{base64.b64encode(content).decode()}"
 
@@ -301,24 +309,19 @@ async def test_media_past_a_limit_are_rejected_by_its_field(
     folder: Path, said: str, case: tuple[dict[str, Any], Any]
 ) -> None:
     limits, content = case
-    (trajectory,) = (await play(config_of(folder, **limits), content)).trajectories
-    assert trajectory.outcome is Outcome.REJECTED
-    assert trajectory.cause is not None
-    assert said in trajectory.cause.message
+    check_rejected(await play(config_of(folder, **limits), content), said)
 
 
 async def test_huge_data_url_is_refused_without_another_copy(folder: Path) -> None:
-    url = "data:image/png;base64," + "A" * (1 << 28)
+    url = "data:image/png;base64," + "A" * (1 << 27)
     tracemalloc.start()
     try:
-        (trajectory,) = (await play(config_of(folder), image(url))).trajectories
+        batch = await play(config_of(folder), image(url))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert trajectory.outcome is Outcome.REJECTED
-    assert trajectory.cause is not None
-    assert "media.max_bytes = 67108864: it has about 201326592 bytes" in trajectory.cause.message
-    assert peak < 100 * 1024 * 1024
+    check_rejected(batch, "media.max_bytes = 67108864: it has about 100663296 bytes")
+    assert peak < 50 * 1024 * 1024
 
 
 async def test_path_is_opened_below_a_root_only(folder: Path, tmp_path: Path) -> None:
@@ -366,11 +369,8 @@ async def test_video_of_few_bytes_and_many_pixels_is_refused(folder: Path, tmp_p
     content = solid_video(12, 640, 480, tmp_path / "a.mp4")
     assert len(content) < 20_000
     parts = [{"type": "video", "video": content}]
-    (trajectory,) = (await play(config_of(folder, max_bytes=20_000), parts)).trajectories
-    assert trajectory.outcome is Outcome.REJECTED
-    assert trajectory.cause is not None
-    said = "media.max_bytes = 20000: 4 frames have 3686400 decoded"
-    assert said in trajectory.cause.message
+    batch = await play(config_of(folder, max_bytes=20_000), parts)
+    check_rejected(batch, "media.max_bytes = 20000: 4 frames have 3686400 decoded")
 
 
 def turned() -> Any:
@@ -601,14 +601,15 @@ async def test_sandbox_shows_the_plots_of_a_call(folder: Path, language: str) ->
     assert (others[1].parts, "drawn" in others[1].content) == ((), True)
 
 
-async def test_tool_that_shows_too_much_answers_with_the_limit(folder: Path) -> None:
-    @function_tool
-    async def show() -> Any:
-        """Show."""
-        return picture()
+@function_tool("show")
+async def show_small() -> Any:
+    """Show."""
+    return ToolResult("see", images=[picture(28, 28)])
 
+
+async def test_tool_that_shows_too_much_answers_with_the_limit(folder: Path) -> None:
     config = config_of(folder, (CALL, CALL, "I see"), max_count=2)
-    (trajectory,) = (await play(config, image(picture()), tools=[show])).trajectories
+    (trajectory,) = (await play(config, image(picture()), tools=[show_small])).trajectories
     assert trajectory.outcome is Outcome.COMPLETED
     assert len(trajectory.transcript.media) == 2
     assert trajectory.messages[4].content == "media.max_count = 2: the conversation has 3"
@@ -632,19 +633,10 @@ async def test_transcript_of_a_trajectory_is_its_conversation_rendered_again(fol
 async def test_reward_process_sees_the_images(folder: Path) -> None:
     config = attrs.evolve(config_of(folder, (CALL, "I see")), rewards=RewardsConfig(processes=1))
     batch = await play(
-        config, image(picture()), tools=[show_two], reward="isolated_rewards:pixels_seen"
+        config, image(picture()), tools=[show_small], reward="isolated_rewards:pixels_seen"
     )
     (trajectory,) = batch.trajectories
     assert trajectory.reward == 60 * 44 + 60 * 44 + 28 * 28, trajectory.cause
-
-
-@function_tool
-async def show_two() -> Any:
-    """Show."""
-    return ToolResult("see", images=[picture(28, 28)])
-
-
-show_two.schema["function"]["name"] = show_two.name = "show"
 
 
 def load_model_template(folder: Path) -> ChatTemplate:
@@ -702,14 +694,8 @@ async def test_placeholder_that_the_model_samples_ends_its_turn_before_it(
     folder: Path, token: str
 ) -> None:
     """No forward pass takes placeholders that stand for nothing."""
-
-    @function_tool
-    async def show() -> Any:
-        """Show."""
-        return ToolResult("see", images=[picture(28, 28)])
-
     config = config_of(folder, (f"{CALL}{token}{token} dropped", "I see"))
-    batch = await play(config, image(picture()), "go on", samples=2, tools=[show])
+    batch = await play(config, image(picture()), "go on", samples=2, tools=[show_small])
     template = load_model_template(folder)
     assert template.processor is not None
     (unreal,) = template.text_ids(token)
