@@ -220,8 +220,3 @@ async def test_tool_that_answers_with_media_is_an_error_observation(
 )
 def test_tool_that_answers_about_media_is_understood(value: Any) -> None:
     assert not normalise_result(value).is_error
-
-
-def test_tool_result_with_one_picture_in_the_place_of_many_is_refused() -> None:
-    with pytest.raises(MediaError, match=r"^ToolResult.images: expected a list, got Image$"):
-        ToolResult("see", images=picture())  # type: ignore[arg-type]

@@ -127,7 +127,6 @@ def test_calculator_any_text_has_a_finite_value_or_a_reason(expression: str) -> 
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
 async def test_calculator_tool_answers_with_text() -> None:
     assert await calculator(expression="6 * 7") == ToolResult("42")
     assert await calculator(expression="6 *") == ToolResult(

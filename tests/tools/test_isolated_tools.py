@@ -20,6 +20,7 @@ from rollout.worker_threads import WorkerThreads
 from slow_cases import slow_after
 
 pytestmark = [pytest.mark.anyio, pytest.mark.process]
+INC = {"type": "function", "function": {"name": "inc", "parameters": {}}}
 
 
 @pytest.fixture(params=slow_after(1, ["trio", "asyncio"]))
@@ -61,6 +62,7 @@ async def test_isolated_tool_runs_elsewhere_and_its_process_is_used_again(opened
         isolated_tools.flaky,
         isolated_tools.die,
         isolated_tools.rest,
+        function_tool("inc", schema=INC, isolation="process")(isolated_tools.plain),
     )
     (first,) = await run(tools, call("whoami", text="é"))
     (second,) = await run(tools, call("whoami"))
@@ -83,6 +85,7 @@ async def test_isolated_tool_runs_elsewhere_and_its_process_is_used_again(opened
     ]
     assert (await run(tools, call("whoami")))[0].data["text"] == "me"
     assert (await run(tools, call("rest", a=1, b=[2])))[0].data == {"a": 1, "b": [2]}
+    assert await run(tools, call("inc", x=1)) == [ToolResult("2")]  # it has no decorator there
 
 
 @pytest.mark.parametrize("anyio_backend", ["trio"])
@@ -138,18 +141,10 @@ async def test_isolated_tool_past_its_limit_is_killed(opened: Any, tmp_path: Pat
     ]
 
 
-@pytest.mark.parametrize("anyio_backend", ["trio"])
-async def test_isolated_plain_function_is_found_without_its_decorator(opened: Any) -> None:
-    schema = {"type": "function", "function": {"name": "inc", "parameters": {}}}
-    tool = function_tool("inc", schema=schema, isolation="process")(isolated_tools.plain)
-    assert await run(opened(tool), call("inc", x=1)) == [ToolResult("2")]
-
-
 async def test_isolated_function_whose_name_leads_elsewhere_is_refused_before_its_first_call(
     threads: WorkerThreads,
 ) -> None:
-    schema = {"type": "function", "function": {"name": "inc", "parameters": {}}}
-    tool = function_tool("inc", schema=schema, isolation="process")(isolated_tools.plain_and_loud)
+    tool = function_tool("inc", schema=INC, isolation="process")(isolated_tools.plain_and_loud)
     executor = executor_of([isolated_tools.whoami, tool], threads)
     with pytest.raises(ToolError) as caught:
         await executor.prepare()
@@ -165,10 +160,6 @@ def nested_is_refused() -> None:
         """Do it."""
 
 
-def context_is_refused() -> None:
-    function_tool(isolation="process")(wants_context)
-
-
 def wants_context(context: ToolContext) -> None:
     """Do it."""
 
@@ -182,14 +173,14 @@ def wants_context(context: ToolContext) -> None:
             "import: move nested_is_refused.<locals>.inner to the top level of a module",
         ),
         (
-            context_is_refused,
+            lambda: function_tool(isolation="process")(wants_context),
             "function tool 'wants_context': isolation = 'process' cannot hand over the "
             "ToolContext: remove the parameter 'context'",
         ),
     ],
 )
 def test_isolated_function_that_cannot_be_is_refused(
-    define: Callable[[], None], message: str
+    define: Callable[[], Any], message: str
 ) -> None:
     with pytest.raises(ToolError) as caught:
         define()
