@@ -5,10 +5,13 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from contextlib import asynccontextmanager
+from functools import partial
 from hmac import compare_digest
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import anyio.to_thread
+import pytest
 
 from rollout.bridge import wait_future
 from rollout.config import GatewayConfig
@@ -24,7 +27,7 @@ from rollout.gateway.task_runner import TaskRunner, Wait
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
 PATH, KEY = "path-one", "key-one"
 
@@ -140,3 +143,22 @@ async def served(*sessions: FakeSession, **settings: Any) -> AsyncIterator[str]:
         )
         async with serve_http(config, Router(api.routes).handle) as url:
             yield url
+
+
+async def ask_officially(
+    session: FakeSession, body: Callable[..., Any], *, key: str = KEY, **settings: Any
+) -> Any:
+    """What `body` returns, given clients of OpenAI's and Anthropic's; it runs in a thread."""
+    async with served(session, **settings) as url:
+        root = f"{url}/t/{session.path}"
+        return await anyio.to_thread.run_sync(partial(_in_thread, root, key, body))
+
+
+def _in_thread(root: str, key: str, body: Callable[..., Any]) -> Any:
+    openai, anthropic = pytest.importorskip("openai"), pytest.importorskip("anthropic")
+    plain = openai.DefaultHttpxClient(verify=False), anthropic.DefaultHttpxClient(verify=False)
+    with (
+        openai.OpenAI(base_url=f"{root}/v1", api_key=key, http_client=plain[0]) as ours,
+        anthropic.Anthropic(base_url=root, api_key=key, http_client=plain[1]) as theirs,
+    ):
+        return body(ours, theirs)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import anyio
-import anyio.to_thread
 import pytest
 
-from fake_sessions import KEY, PATH, FakeSession, answer, served
+from fake_sessions import KEY, PATH, FakeSession, answer
+from fake_sessions import ask_officially as ask
 from rollout.gateway.calls import ClientCall, ClientMessage, GatewayError
 from rollout.types import InvalidToolCall, ToolCall
 from slow_cases import slow_after, slow_but
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    pass
 
 openai: Any = None
 anthropic: Any = None
@@ -51,24 +49,6 @@ def _clients() -> None:
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """Real sockets, so real time."""
     return str(request.param)
-
-
-async def ask(
-    session: FakeSession, body: Callable[..., Any], *, key: str = KEY, **settings: Any
-) -> Any:
-    """What `body` returns, given a client of each company; it runs in a thread."""
-    async with served(session, **settings) as url:
-        root = f"{url}/t/{session.path}"
-        return await anyio.to_thread.run_sync(partial(_in_thread, root, key, body))
-
-
-def _in_thread(root: str, key: str, body: Callable[..., Any]) -> Any:
-    plain = openai.DefaultHttpxClient(verify=False), anthropic.DefaultHttpxClient(verify=False)
-    with (
-        openai.OpenAI(base_url=f"{root}/v1", api_key=key, http_client=plain[0]) as ours,
-        anthropic.Anthropic(base_url=root, api_key=key, http_client=plain[1]) as theirs,
-    ):
-        return body(ours, theirs)
 
 
 def session(*script: Any) -> FakeSession:

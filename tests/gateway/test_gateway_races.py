@@ -121,10 +121,10 @@ def check_crowd(recorder: Recorder, count: int) -> Counter[str]:
 def test_crowd_of_clients_that_leave_gets_whole_answers(seed: int) -> None:
     recorder = Recorder()
     engine = SimulatedEngine(replicas=3)
-    run_virtual(partial(crowd, engine=engine), recorder, converse, 40, seed=seed)
-    outcomes = check_crowd(recorder, 40)
+    run_virtual(partial(crowd, engine=engine), recorder, converse, 20, seed=seed)
+    outcomes = check_crowd(recorder, 20)
     assert set(outcomes) <= {Outcome.COMPLETED, Outcome.LIMIT, Outcome.LENGTH, Outcome.FAILED}
-    assert outcomes[Outcome.COMPLETED] > 20
+    assert outcomes[Outcome.COMPLETED] > 10
 
 
 @pytest.mark.slow

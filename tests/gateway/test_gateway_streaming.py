@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -12,6 +11,7 @@ import pytest
 from anyio.to_thread import run_sync
 
 from fake_sessions import KEY, PATH, FakeSession, answer, served
+from fake_sessions import ask_officially as ask
 from rollout.gateway.calls import GatewayError
 from rollout.types import ToolCall
 from slow_cases import slow_but
@@ -19,8 +19,6 @@ from slow_cases import slow_but
 pytest.importorskip("h11")
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rollout.gateway.calls import Answer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.process]
@@ -52,22 +50,6 @@ def speaking(*script: Answer | Exception, pause_s: float = 0.0) -> FakeSession:
     session.script.extend(script)
     session.pause_s = pause_s
     return session
-
-
-async def ask(session: FakeSession, body: Callable[..., Any], **settings: Any) -> Any:
-    """What `body` returns, given a client of each company; it runs in a thread."""
-    async with served(session, **settings) as url:
-        root = f"{url}/t/{session.path}"
-        return await run_sync(partial(_in_thread, root, body))
-
-
-def _in_thread(root: str, body: Callable[..., Any]) -> Any:
-    openai, anthropic = pytest.importorskip("openai"), pytest.importorskip("anthropic")
-    with (
-        openai.OpenAI(base_url=f"{root}/v1", api_key=KEY) as ours,
-        anthropic.Anthropic(base_url=root, api_key=KEY) as theirs,
-    ):
-        return body(ours, theirs)
 
 
 def chat(o: Any, _: Any) -> Any:
