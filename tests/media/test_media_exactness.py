@@ -194,7 +194,7 @@ def test_transcript_of_turns_is_what_the_processor_makes_of_the_whole(
 
 @given(content=contents(st.just("image")))
 @settings(
-    max_examples=6,
+    max_examples=15,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
