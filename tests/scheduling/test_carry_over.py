@@ -153,7 +153,7 @@ async def test_carried_trajectory_with_open_tools_ends_after_carry_s() -> None:
         assert trajectory.transcript.generated_length > 20
 
 
-async def test_discard_carried_ends_them_cancelled() -> None:
+async def test_discard_carried_and_closing_the_runtime_end_them_cancelled() -> None:
     source = Counted({0: "slow"})
     async with rollout.open_rollout(config()) as runtime:
         await runtime.collect(source, 1, step=0)
@@ -163,14 +163,10 @@ async def test_discard_carried_ends_them_cancelled() -> None:
         assert statistics.admitted == statistics.finished
         batch = await runtime.collect(source, 1, step=1, policy=GroupPolicy(oversample=1.0))
         assert batch.trajectories[0].uid == "p2"
-
-
-async def test_closing_the_runtime_leaves_nothing_of_what_is_carried() -> None:
-    async with rollout.open_rollout(config()) as runtime:
-        await runtime.collect(Counted({0: "slow"}), 1, step=0)
+        await runtime.collect(Counted({0: "slow"}), 1, step=2)
         assert runtime.statistics().carried == 2
-    statistics = runtime.statistics()
-    assert (statistics.carried, statistics.outcomes["cancelled"]) == (0, 2)
+    statistics = runtime.statistics()  # what closing it leaves
+    assert (statistics.carried, statistics.outcomes["cancelled"]) == (0, 4)
 
 
 async def test_stream_groups_left_carries_what_runs() -> None:
@@ -204,22 +200,7 @@ NAPPING = (
 )
 
 
-async def test_carried_agent_in_a_tool_finishes_the_call_and_waits_at_the_next_request() -> None:
-    source = Counted({0: "slow"})
-    opened = config(NAPPING, agent=AgentConfig(name="tool_agent"))
-    async with rollout.open_rollout(opened, [nap]) as runtime:
-        first = await runtime.collect(source, 1, step=0)
-        assert [t.uid for t in first.trajectories] == ["p1"] * 2
-        await anyio.sleep(500.0)
-        assert runtime.statistics().carried == 2
-        batch = await runtime.collect(source, 1, step=1, policy=GroupPolicy(oversample=1.0))
-    for trajectory in batch.trajectories:
-        assert trajectory.outcome is Outcome.COMPLETED
-        assert trajectory.answer == "Done."
-        assert trajectory.metrics["tool_s"] == pytest.approx(50.0)
-
-
-@pytest.mark.parametrize("sleeps_s", [5.0, 30.0, 500.0])
+@pytest.mark.parametrize("sleeps_s", [5.0, 500.0])
 @pytest.mark.parametrize(
     ("group_s", "later_s", "outcome", "limit"),
     [
@@ -245,8 +226,10 @@ async def test_carried_agent_in_a_tool_is_under_the_deadlines_of_the_later_call(
         policy = GroupPolicy(oversample=1.0, group_s=later_s)
         batch = await runtime.collect(source, 1, step=1, policy=policy)
     found = {(t.uid, str(t.outcome), t.limit_source) for t in batch.trajectories}
-    if sleeps_s > 50.0:  # there is only the last turn to come
+    if sleeps_s > 50.0:  # the call ended meanwhile, and there is only the last turn to come
         outcome, limit = "completed", None
+        ends = [(t.answer, round(t.metrics["tool_s"])) for t in batch.trajectories]
+        assert ends == [("Done.", 50)] * 2
     assert found == {("p0", outcome, limit)}
 
 
@@ -388,13 +371,8 @@ async def test_time_of_a_group_does_not_end_the_reward_of_a_member_that_was_carr
 
 
 async def test_carried_trajectory_of_a_dead_engine_continues_elsewhere() -> None:
-    @rollout.register_agent("patient")
-    class Patient(AgentLoop):
-        async def run(self, context: Any) -> None:
-            await context.generate()
-
     source = Counted({0: "slow"})
-    two = config(agent=AgentConfig(name="patient"), engine=SimulatedEngine(replicas=2))
+    two = config(engine=SimulatedEngine(replicas=2))
     async with rollout.open_rollout(two) as runtime:
         await runtime.collect(source, 1, step=0)
         await runtime.engines.remove_replica("engine-0")
@@ -439,18 +417,6 @@ async def test_collect_left_while_surplus_of_a_whole_group_cleans_up_returns_whe
         assert statistics.admitted == statistics.finished == 4
         both = await runtime.collect([], 1, policy=GroupPolicy(members=2, oversample=1.0))
     assert [(t.uid, t.outcome) for t in both.trajectories] == [("p1", Outcome.COMPLETED)] * 2
-
-
-async def test_fresh_lists_each_step_carry_too() -> None:
-    def step(number: int) -> list[Prompt]:
-        texts = ["slow", "go"] if number == 0 else ["go", "go"]
-        return [user(text, uid=f"s{number}.{at}") for at, text in enumerate(texts)]
-
-    async with rollout.open_rollout(config()) as runtime:
-        first = await runtime.collect(step(0), 1)
-        second = await runtime.collect(step(1), 3, policy=GroupPolicy(oversample=1.0))
-    assert [t.uid for t in first.trajectories][::2] == ["s0.1"]
-    assert [t.uid for t in second.trajectories][::2] == ["s0.0", "s1.0", "s1.1"]
 
 
 async def test_carried_groups_of_one_uid_come_in_calls_of_their_own() -> None:

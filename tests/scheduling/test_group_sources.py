@@ -67,14 +67,6 @@ class Loader:
         return iter([user(f"{self.begun}.{at}", text) for at, text in enumerate(texts)])
 
 
-async def test_stream_groups_of_a_list_gives_all_of_it_in_every_epoch() -> None:
-    data = prompts(3)
-    async with rollout.open_rollout(config()) as runtime:
-        for _ in range(3):
-            async with runtime.stream_groups(data) as groups:
-                assert sorted([group.uid async for group in groups]) == ["p0", "p1", "p2"]
-
-
 @pytest.mark.parametrize(("each", "counts"), [(list.copy, [3, 3]), (iter, [3, 3]), (None, [3, 0])])
 async def test_stream_groups_that_is_left_with_the_last_group_leaves_the_source_at_its_end(
     each: Callable[[Any], Any] | None, counts: list[int]
@@ -114,9 +106,13 @@ class Dataset(Numbered):
         return user(f"n{at}")
 
 
-@pytest.mark.parametrize("kind", [Numbered, Dataset])
+def listed(count: int) -> list[Prompt]:
+    return prompts(count, "n")
+
+
+@pytest.mark.parametrize("kind", [listed, Numbered, Dataset])
 async def test_stream_groups_of_what_has_items_by_number_gives_all_of_it_in_every_epoch(
-    kind: type[Numbered],
+    kind: Callable[[int], Any],
 ) -> None:
     data = kind(3)
     async with rollout.open_rollout(config()) as runtime:
@@ -125,9 +121,9 @@ async def test_stream_groups_of_what_has_items_by_number_gives_all_of_it_in_ever
                 assert sorted([group.uid async for group in groups]) == ["n0", "n1", "n2"]
 
 
-@pytest.mark.parametrize("kind", [Numbered, Dataset])
+@pytest.mark.parametrize("kind", [listed, Numbered, Dataset])
 async def test_collect_of_what_has_items_by_number_goes_on_and_begins_again(
-    kind: type[Numbered],
+    kind: Callable[[int], Any],
 ) -> None:
     data, policy = kind(3), GroupPolicy(oversample=1.0)
     async with rollout.open_rollout(config()) as runtime:
@@ -167,15 +163,6 @@ async def test_loader_over_a_list_of_its_own_stays_where_it_was_left() -> None:
     assert found == {name: [f"{name}{at}" for at in range(6)] for name in "te"}
 
 
-async def test_what_one_call_has_left_is_for_the_next_whatever_its_source_is() -> None:
-    train, evals = Rows([user("s", "slow"), *prompts(100, "t")]), Rows(prompts(100, "e"))
-    async with rollout.open_rollout(config()) as runtime:
-        policy = GroupPolicy(oversample=2.0, surplus="carry")
-        assert uids(await runtime.collect(train, 1, policy=policy)) == ["t0"]
-        assert runtime.statistics().carried == 1
-        assert uids(await runtime.collect(evals, 2, policy=GroupPolicy())) == ["s", "e0"]
-
-
 async def test_end_of_a_source_does_not_end_it_for_who_has_begun_it_again() -> None:
     """A and B ask one loader; C begins it again between what ends A and what ends B."""
     loader = Loader(6)
@@ -196,7 +183,7 @@ async def test_end_of_a_source_does_not_end_it_for_who_has_begun_it_again() -> N
         assert loader.begun == 2
 
 
-@pytest.mark.parametrize("kind", [list, tuple, iter])
+@pytest.mark.parametrize("kind", [list, iter])
 async def test_sources_of_many_calls_do_not_stay_with_the_runtime(
     kind: Callable[[Any], Any],
 ) -> None:
@@ -311,32 +298,20 @@ async def test_what_a_loader_of_one_call_has_left_comes_first_in_the_next(
     assert taken == [["0.1", "0.2"], ["0.0", "1.1"], ["1.0", "2.1"]]
 
 
-class Mapped:
-    """Has its items by number."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __getitem__(self, at: int) -> Prompt:
-        return user(f"p{at}")
+class Endless(Dataset):
+    """Cannot say its length."""
 
     def __len__(self) -> int:
-        if self.count < 0:
-            raise NotImplementedError
-        return self.count
+        raise NotImplementedError
 
 
-async def test_dataset_without_items_gives_none() -> None:
+async def test_dataset_without_items_gives_none_and_one_without_length_goes_on() -> None:
+    data, policy = Endless(0), GroupPolicy(oversample=1.0)
     async with rollout.open_rollout(config()) as runtime:
         with pytest.raises(SourceEnded):
-            await runtime.collect(Mapped(0), 1)
-
-
-async def test_dataset_that_cannot_say_its_length_has_none() -> None:
-    data, policy = Mapped(-1), GroupPolicy(oversample=1.0)
-    async with rollout.open_rollout(config()) as runtime:
+            await runtime.collect(Dataset(0), 1)
         found = [uids(await runtime.collect(data, 1, policy=policy)) for _ in range(3)]
-    assert found == [["p0"], ["p1"], ["p2"]]
+    assert found == [["n0"], ["n1"], ["n2"]]
 
 
 @pytest.fixture
@@ -359,16 +334,10 @@ async def test_failed_members_are_restarted_though_the_source_has_ended(oversamp
     policy = GroupPolicy(oversample=oversample, refill_failed=True)
     async with rollout.open_rollout(config("flaky_sources")) as runtime:
         batch = await runtime.collect(prompts(4), 4, policy=policy)
+        async with runtime.stream_groups(prompts(3, "s"), policy=policy) as groups:
+            ended = [group.trajectories[0].outcome async for group in groups]
     assert [t.outcome for t in batch.trajectories] == [Outcome.COMPLETED] * 4
     assert batch.metrics["groups/refilled"] == 4
-
-
-@pytest.mark.usefixtures("flaky")
-async def test_failed_members_of_a_stream_are_restarted_though_its_source_has_ended() -> None:
-    policy = GroupPolicy(refill_failed=True)
-    async with rollout.open_rollout(config("flaky_sources")) as runtime:
-        async with runtime.stream_groups(prompts(3), policy=policy) as groups:
-            ended = [group.trajectories[0].outcome async for group in groups]
     assert ended == [Outcome.COMPLETED] * 3
 
 

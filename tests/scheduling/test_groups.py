@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import anyio
@@ -12,7 +12,7 @@ import rollout
 from rollout import Group, GroupPolicy, Outcome, Prompt
 from rollout.config import AgentConfig, LimitsConfig, SchedulingConfig
 from rollout.engine import DiskWeights
-from rollout.errors import ConfigError, LimitExceeded, PromptError, SourceEnded
+from rollout.errors import ConfigError, LimitExceeded, PromptError
 from rollout.scheduling import has_signal
 from rollout.testing import Scenario
 
@@ -92,31 +92,6 @@ async def test_collect_pulls_only_as_places_come_free() -> None:
             await anyio.sleep(0.1)
             assert source.count == 2
             assert runtime.statistics().running == 4
-
-
-async def async_prompts(count: int) -> AsyncIterator[Prompt]:
-    for index in range(count):
-        await anyio.sleep(0.5)
-        yield user("go", uid=f"a{index}")
-
-
-async def test_collect_pulls_from_an_async_iterable_that_is_slow() -> None:
-    async with rollout.open_rollout(config()) as runtime:
-        source = async_prompts(3)
-        batch = await runtime.collect(source, 2)
-        assert uids(batch) == ["a0", "a0", "a1", "a1"]
-        with pytest.raises(SourceEnded, match="the source ended: 1 of 2 groups") as caught:
-            await runtime.collect(source, 2)
-        assert uids(caught.value.partial) == ["a2", "a2"]
-
-
-async def test_collect_sequence_that_ended_begins_again() -> None:
-    source = prompts(3)
-    async with rollout.open_rollout(config()) as runtime:
-        await runtime.collect(source, 3)
-        with pytest.raises(SourceEnded, match="0 of 1"):
-            await runtime.collect(source, 1)
-        assert uids(await runtime.collect(source, 1)) == ["p0", "p0"]
 
 
 async def test_collect_surplus_is_cancelled_and_its_prompts_come_first_next_time() -> None:
@@ -252,13 +227,6 @@ async def test_stream_groups_gives_groups_as_they_finish() -> None:
         assert uids(again) == ["p0", "p0"]
 
 
-async def test_stream_groups_ends_with_its_source() -> None:
-    async with rollout.open_rollout(config()) as runtime:
-        async with runtime.stream_groups(prompts(5)) as groups:
-            found = [group.uid async for group in groups]
-    assert sorted(found) == ["p0", "p1", "p2", "p3", "p4"]
-
-
 async def test_stream_groups_slow_consumer_holds_admission_back() -> None:
     source = Counted()
     async with rollout.open_rollout(config(max_in_flight=2)) as runtime:
@@ -283,20 +251,6 @@ async def test_collect_source_that_raises_leaves_its_error_as_itself() -> None:
         with pytest.raises(PromptError, match="source: prompt 1: expected a Prompt, got int"):
             await runtime.collect([user("go"), 3], 3)  # type: ignore[list-item]  # and p0
         assert runtime.statistics().running == 0
-
-
-async def test_collect_accept_that_raises_or_says_neither_leaves_as_itself() -> None:
-    def broken(group: Group) -> bool:
-        raise LookupError(f"no judge of {group.uid}")
-
-    source = Counted()
-    async with rollout.open_rollout(config()) as runtime:
-        with pytest.raises(LookupError, match="no judge of p"):
-            await runtime.collect(source, 2, policy=GroupPolicy(accept=broken))
-        with pytest.raises(PromptError, match="accept returned None for 'p"):
-            await runtime.collect(source, 2, policy=GroupPolicy(accept=lambda group: None))
-        assert runtime.statistics().running == 0
-        await runtime.collect(source, 2)
 
 
 async def test_collect_group_reward_ranks_the_wanted_members() -> None:
@@ -324,6 +278,7 @@ async def test_collect_group_reward_ranks_the_wanted_members() -> None:
         ({"source": 3, "groups": 1}, "source: expected an iterable or async iterable of Prompt"),
         ({"source": [], "groups": 0}, "groups = 0: expected an integer ≥ 1"),
         ({"source": [], "groups": None}, "groups = None: expected an integer ≥ 1"),
+        ({"source": [], "groups": 10**400}, r"groups = 10+: expected an integer ≥ 1 and at most"),
         ({"source": [], "groups": 1, "policy": 3}, "policy = 3: expected a GroupPolicy"),
         (
             {"source": [], "groups": 1, "policy": GroupPolicy(members=3)},
@@ -423,22 +378,9 @@ async def test_collect_failed_member_is_restarted_alone() -> None:
     assert batch.metrics["groups/refilled"] == 1
 
 
-async def test_collect_runtime_closed_meanwhile_says_so() -> None:
-    async with anyio.create_task_group() as tasks:
-        async with rollout.open_rollout(config()) as runtime:
-
-            async def collect() -> None:
-                with pytest.raises(rollout.RolloutError, match="closed while this call"):
-                    await runtime.collect(Counted({0: "slow"}), 1)
-
-            tasks.start_soon(collect)
-            await anyio.sleep(1.0)
-    assert runtime.statistics().outcomes == {"cancelled": 2}
-
-
-@pytest.mark.parametrize("staleness", [0, 1, 3])
+@pytest.mark.parametrize("staleness", [0, 3])
 async def test_stream_groups_staleness_is_bounded_and_no_work_is_thrown_away(
-    staleness: int,
+    staleness: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     lengths = Scenario(seed=2).reply("", filler={"median": 50, "sigma": 1.5, "max": 4000})
     source = Counted()
@@ -455,34 +397,28 @@ async def test_stream_groups_staleness_is_bounded_and_no_work_is_thrown_away(
                 if taken % 3 == 0:
                     version += 1
                     await runtime.update_weights(version=version, source=DiskWeights("."))
-                if taken == 60:
+                if taken == 30:
                     break
-            assert groups.metrics()["groups/accepted"] == 60
+            assert groups.metrics()["groups/accepted"] == 30
         assert max(seen) <= staleness
-        assert runtime.statistics().outcomes["completed"] >= 120
+        assert "max_staleness" not in caplog.text
+        assert runtime.statistics().outcomes["completed"] >= 60
 
 
-@pytest.mark.parametrize(("groups_each", "warnings"), [(1, 1), (3, 0)])
 async def test_stream_groups_version_that_rises_too_often_is_said(
-    caplog: pytest.LogCaptureFixture, groups_each: int, warnings: int
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     lengths = Scenario(seed=2).reply("", filler={"median": 50, "sigma": 1.5, "max": 4000})
     async with rollout.open_rollout(config(lengths, max_in_flight=12)) as runtime:
-        taken, version, ages = 0, 0, []
+        ages = []
         async with runtime.stream_groups(Counted(), max_staleness=1, groups_per_step=3) as groups:
-            async for group in groups:
-                taken += 1
+            for version in range(30):
+                group = await anext(groups)
                 assert group.min_version is not None
                 ages.append(version - group.min_version)
-                if taken % groups_each == 0:
-                    version = taken // groups_each
-                    await runtime.update_weights(version=version, source=DiskWeights("."))
-                if taken == 30:
-                    break
-    assert (max(ages) > 1) is bool(warnings)
-    assert caplog.text.count("max_staleness = 1: that holds where the version rises by one") == (
-        warnings
-    )
+                await runtime.update_weights(version=version + 1, source=DiskWeights("."))
+    assert max(ages) > 1
+    assert caplog.text.count("max_staleness = 1: that holds where the version rises by one") == 1
 
 
 async def test_stream_groups_version_does_not_rise_admission_waits(
