@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import anyio
@@ -14,7 +14,7 @@ from rollout import GroupPolicy, Prompt
 from rollout.config import AgentConfig, LimitsConfig, SchedulingConfig
 from rollout.errors import SourceEnded
 from rollout.scheduling.scheduler import MAX_SOURCES
-from rollout.testing import Scenario
+from rollout.testing import Scenario, run_virtual
 
 pytestmark = pytest.mark.anyio
 
@@ -174,31 +174,23 @@ async def bears_a_scope_that_nobody_closes() -> None:
         assert uids(await runtime.collect(loader, 2, policy=ALL)) == ["p2", "p3"]
 
 
-SITUATIONS: list[Any] = [
-    (takes_all_of_a_prefetching_source,),
-    (closes_what_is_not_over_with_the_runtime,),
-    (closes_what_was_left_many_sources_ago,),
-    (tells_what_a_task_of_the_source_raised,),
-    (keeps_its_place_when_a_call_is_cancelled,),
-    (bears_a_scope_that_nobody_closes,),
-    (gives_up_what_swallows_its_cancellation,),
-]
-
-
-@pytest.mark.parametrize("situation", SITUATIONS)
-async def test_async_source_keeps_what_it_has_open(
-    situation: tuple[Callable[..., Any], str],
+@pytest.mark.parametrize("backend", ["trio", "asyncio"])
+@pytest.mark.parametrize(
+    "situation",
+    [
+        takes_all_of_a_prefetching_source,
+        closes_what_is_not_over_with_the_runtime,
+        closes_what_was_left_many_sources_ago,
+        tells_what_a_task_of_the_source_raised,
+        keeps_its_place_when_a_call_is_cancelled,
+        bears_a_scope_that_nobody_closes,
+        gives_up_what_swallows_its_cancellation,
+    ],
+)
+def test_async_source_keeps_what_it_has_open(
+    situation: Callable[[], Awaitable[None]], backend: str
 ) -> None:
-    run, *args = situation
-    await run(*args)
-
-
-@pytest.mark.parametrize("situation", SITUATIONS)
-def test_async_source_keeps_what_it_has_open_on_asyncio(
-    situation: tuple[Callable[..., Any], str],
-) -> None:
-    run, *args = situation
-    anyio.run(run, *args, backend="asyncio")
+    run_virtual(situation) if backend == "trio" else anyio.run(situation, backend=backend)
 
 
 async def test_stream_that_its_caller_has_is_not_closed_with_the_runtime() -> None:

@@ -89,10 +89,10 @@ async def test_call_whose_every_prompt_names_what_nobody_registered_starts_nothi
     fields: dict[str, Any], reason: str, said: str
 ) -> None:
     with pytest.raises(rollout.PromptError) as caught:
-        await run([user(**fields) for _ in range(100)])
+        await run([user(**fields) for _ in range(10)])
     said = said.replace("AGENTS", ", ".join(agent_names()))  # other tests register theirs
     assert str(caught.value) == (
-        f"no prompt can run, since nobody registered:\n  prompts[0].{said} (and 99 further prompts)"
+        f"no prompt can run, since nobody registered:\n  prompts[0].{said} (and 9 further prompts)"
     )
 
 
@@ -100,16 +100,16 @@ async def test_call_whose_every_prompt_names_what_nobody_registered_starts_nothi
 async def test_call_of_which_some_name_what_nobody_registered_rejects_those_and_says_so_once(
     fields: dict[str, Any], reason: str, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    prompts = [*(user(**fields) for _ in range(99)), user()]
+    prompts = [*(user(**fields) for _ in range(9)), user()]
     with caplog.at_level(logging.WARNING, "rollout"):
         *others, last = await run(prompts, samples=4)
     assert last.outcome is Outcome.COMPLETED
     rejected = [row for row in others if row.outcome is Outcome.REJECTED]
-    assert len(rejected) == 396
+    assert len(rejected) == 36
     assert {row.reason for row in rejected} == {reason}
     (line,) = [each for each in caplog.messages if "offered" not in each]  # no tool was called
     assert line.startswith(f"prompt-0/0 rejected ({reason}): ")
-    assert line.endswith(" (396 trajectories)")
+    assert line.endswith(" (36 trajectories)")
 
 
 async def test_call_lists_the_names_that_most_prompts_have() -> None:

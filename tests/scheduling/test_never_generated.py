@@ -170,26 +170,16 @@ async def test_tools_are_not_asked_for_rewards_of_an_agent_that_never_generated(
     assert (never.tool_rewards, once.tool_rewards, asked) == ([], [1.0], ["mark"])
 
 
-@pytest.mark.parametrize("way", ["limit", "length", "deadline", "cancelled", "rejected"])
-async def test_other_outcomes_without_a_generation_keep_their_names_and_are_not_learned(
-    way: str,
-) -> None:
+@pytest.mark.parametrize(
+    "way", ["limit", "length", "deadline", "cancelled", "rejected", "completed", "ends"]
+)
+async def test_outcomes_that_an_agent_names_keep_their_names_and_are_not_learned(way: str) -> None:
     every = ("completed", "length", "limit", "deadline")
-    async with rollout.open_rollout(config(trainable=every)) as runtime:
+    async with rollout.open_rollout(config(trainable=every), reward=lambda _: 1.0) as runtime:
         batch = await runtime.generate([go(way=way)])
     first = batch.trajectories[0]
-    assert (first.outcome, first.reason) == (way, "its_own")
-    check_not_learned(first)
-
-
-@pytest.mark.parametrize(("way", "reason"), [("completed", "its_own"), ("ends", "")])
-async def test_agent_that_ends_as_completed_stays_so_and_is_not_learned_from(
-    way: str, reason: str
-) -> None:
-    async with rollout.open_rollout(config(), reward=lambda trajectory: 1.0) as runtime:
-        batch = await runtime.generate([go(way=way)])
-    first = batch.trajectories[0]
-    assert (first.outcome, first.reason) == (Outcome.COMPLETED, reason)
+    named = ("completed", "") if way == "ends" else (way, "its_own")
+    assert (first.outcome, first.reason) == named
     check_not_learned(first)
     assert group_relative(batch).tolist() == [0.0] * 4
 

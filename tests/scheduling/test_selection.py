@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tracemalloc
 from typing import Any
 
@@ -12,7 +13,7 @@ import rollout
 from rollout import Group, GroupPolicy, Outcome, Trajectory
 from rollout.config import LimitsConfig
 from rollout.scheduling.selection import Selection
-from rollout.testing import Scenario
+from rollout.testing import Scenario, run_virtual
 from slow_cases import slow_but
 
 pytestmark = pytest.mark.anyio
@@ -27,9 +28,20 @@ def mean(batch: Any) -> float:
     return sum(lengths) / len(lengths)
 
 
-async def generated() -> Any:
-    async with rollout.open_rollout(config(LONG_TAIL, samples=4)) as runtime:
-        return await runtime.generate(prompts(COUNT), step=0)
+@functools.cache
+def length_of_all() -> float:
+    """The mean length of all trajectories, which no call cuts off."""
+
+    async def act() -> float:
+        async with rollout.open_rollout(config(LONG_TAIL, samples=4)) as runtime:
+            return mean(await runtime.generate(prompts(COUNT), step=0))
+
+    return run_virtual(act)
+
+
+@pytest.fixture(name="whole")
+def _whole() -> float:
+    return length_of_all()
 
 
 async def collected(groups: int, count: int = COUNT, **policy: Any) -> Any:
@@ -38,12 +50,12 @@ async def collected(groups: int, count: int = COUNT, **policy: Any) -> Any:
 
 
 @pytest.mark.parametrize("surplus", slow_but(["cancel", "carry"], "carry"))
-async def test_selection_counts_what_a_call_leaves_as_cut_off(surplus: str) -> None:
-    whole, batch = await generated(), await collected(COUNT // 2, oversample=2.0, surplus=surplus)
+async def test_selection_counts_what_a_call_leaves_as_cut_off(whole: float, surplus: str) -> None:
+    batch = await collected(COUNT // 2, oversample=2.0, surplus=surplus)
     found = batch.metrics
     assert found["selection/length/accepted"] == pytest.approx(mean(batch))
-    assert found["selection/length/finished"] < found["selection/length/started"] < mean(whole)
-    assert found["selection/length_bias"] == pytest.approx(mean(batch) / mean(whole), abs=0.15)
+    assert found["selection/length/finished"] < found["selection/length/started"] < whole
+    assert found["selection/length_bias"] == pytest.approx(mean(batch) / whole, abs=0.15)
     if surplus == "carry":
         assert found["groups/carried"] == COUNT // 2
 
@@ -58,8 +70,10 @@ async def test_groups_that_finished_and_were_not_taken_are_counted(surplus: str)
 
 
 @pytest.mark.parametrize("surplus", slow_but(["cancel", "carry"], "cancel"))
-async def test_selection_of_an_open_stream_counts_what_runs_as_cut_off(surplus: str) -> None:
-    whole, taken = await generated(), []
+async def test_selection_of_an_open_stream_counts_what_runs_as_cut_off(
+    whole: float, surplus: str
+) -> None:
+    taken: list[Group] = []
     tail = Scenario(seed=5, stream_interval=1).reply("", filler=FILLER)  # each token is known
     async with rollout.open_rollout(config(tail, samples=4)) as runtime:
         async with runtime.stream_groups(
@@ -74,7 +88,7 @@ async def test_selection_of_an_open_stream_counts_what_runs_as_cut_off(surplus: 
             found = groups.metrics()
         left = groups.metrics()
     lengths = [t.generated_length for group in taken for t in group.trajectories]
-    bias = sum(lengths) / len(lengths) / mean(whole)
+    bias = sum(lengths) / len(lengths) / whole
     assert found["selection/length_bias"] == pytest.approx(bias, abs=0.15)
     for name in ("length/started", "length_bias"):
         assert found[f"selection/{name}"] == pytest.approx(left[f"selection/{name}"], rel=0.05)
@@ -82,13 +96,12 @@ async def test_selection_of_an_open_stream_counts_what_runs_as_cut_off(surplus: 
 
 @pytest.mark.parametrize("action", slow_but(["keep", "drop"], "keep"))
 async def test_selection_counts_members_that_their_groups_deadline_ended_as_cut_off(
-    action: str,
+    whole: float, action: str
 ) -> None:
-    whole = await generated()
     batch = await collected(COUNT, group_s=2.0, on_group_deadline=action)
     found = batch.metrics
-    assert found["selection/length/finished"] < found["selection/length/started"] < mean(whole)
-    assert found["selection/length_bias"] == pytest.approx(mean(batch) / mean(whole), abs=0.12)
+    assert found["selection/length/finished"] < found["selection/length/started"] < whole
+    assert found["selection/length_bias"] == pytest.approx(mean(batch) / whole, abs=0.12)
     assert found["selection/length_bias"] < 0.7
 
 
