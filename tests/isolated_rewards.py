@@ -8,7 +8,6 @@ import os
 import re
 import select
 import sys
-from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -102,11 +101,6 @@ def compute_score(solution_str: str, ground_truth: str, extra_info: dict[str, An
 def unsendable(trajectory: Trajectory) -> Reward:
     """What only this process can hold."""
     return Reward(value=1.0, extra={"lock": object()})
-
-
-def exact(trajectory: Trajectory) -> Reward:
-    """What msgpack has no type for."""
-    return Reward(value=1.0, extra={"mean": [1, Decimal("0.5")]})
 
 
 def echo(trajectory: Trajectory) -> Reward:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from datetime import date, datetime, timedelta, timezone
+from datetime import date
 from decimal import Decimal
 from pathlib import Path
 from types import MappingProxyType
@@ -155,16 +155,6 @@ def test_value_that_would_come_back_as_another_is_refused(value: Any, name: str)
     # The module of a masked array has had two names.
     told = str(refused.value).replace("numpy.ma.core.", "numpy.ma.")
     assert told == f"extra['v'][0] is a {name}; {EXPECTED}"
-
-
-def test_extra_with_moments_arrays_and_keys_of_all_kinds_comes_back(tmp_path: Path) -> None:
-    moment = datetime(2026, 1, 31, 12, tzinfo=timezone(timedelta(hours=2)))
-    extra = {"moment": moment, "keys": {None: 1, 2: b"", (3, "x"): 0.5}, "array": np.arange(3)}
-    path = tmp_path / "journal"
-    run(config_of(path), prompts("quick"), reward=lambda _: Reward(1.0, extra=extra))
-    again = run(config_of(path), prompts("quick"), resume=True).trajectories[0].extra
-    assert again["array"].tolist() == extra.pop("array").tolist()  # type: ignore[attr-defined]
-    assert {name: again[name] for name in extra} == extra
 
 
 @pytest.mark.parametrize("pulled", [False, True])

@@ -54,22 +54,6 @@ def uids(batch: Any) -> list[str]:
     return [t.uid for t in batch.trajectories]
 
 
-async def test_collect_resumed_gives_what_it_gave_whatever_accept_says_now(
-    tmp_path: Path,
-) -> None:
-    journal = config(journal=tmp_path / "journal")
-    odd = GroupPolicy(accept=lambda group: group.uid in ("p1", "p3"))
-    async with rollout.open_rollout(journal) as runtime:
-        assert uids(await runtime.collect(source(), 2, policy=odd, step=0)) == ["p1", "p3"]
-
-    def refuse(group: Group) -> bool:
-        raise AssertionError(f"asked of {group.uid}")
-
-    async with rollout.open_rollout(journal, resume=True) as runtime:
-        again = await runtime.collect(source(), 2, policy=GroupPolicy(accept=refuse), step=0)
-    assert uids(again) == ["p1", "p3"]
-
-
 def unwritable(_: Any) -> rollout.Reward:
     return rollout.Reward(value=1.0, extra={"object": object()})
 
@@ -312,25 +296,6 @@ async def test_opening_with_an_accept_that_is_not_there_is_refused() -> None:
     absent = config(scheduling={"groups": GroupPolicy(accept="no_module:no_name")})
     with pytest.raises(ConfigError, match=r"scheduling\.groups\.accept = 'no_module:no_name'"):
         async with rollout.open_rollout(absent):
-            pass
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("", "is no file"),
-        ("file/journal", "file is no directory"),
-        ("file/under/journal", "file is no directory"),
-        ("a\0b", "embedded null byte"),
-    ],
-)
-async def test_journal_path_that_cannot_be_is_refused_before_engines_start(
-    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setattr("rollout.runtime.opening.open_engines", None)
-    with pytest.raises(ConfigError, match=f"journal.path = .*{said}"):
-        async with rollout.open_rollout(config(journal=Path(f"{tmp_path}/{name}"))):
             pass
 
 
