@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, ClassVar
 
 import anyio
@@ -24,6 +26,8 @@ SLOW = (
     .timing(base_s=0.01, slope_s=0.0, prefill_tokens_per_s=1e9)
 )
 CARRY = GroupPolicy(surplus="carry", oversample=2.0)
+ALONE = GroupPolicy(oversample=1.0)
+TOOL_AGENT = AgentConfig(name="tool_agent")
 
 
 def config(scenario: Scenario = SLOW, samples: int = 2, **sections: Any) -> Any:
@@ -31,6 +35,18 @@ def config(scenario: Scenario = SLOW, samples: int = 2, **sections: Any) -> Any:
     return scenario.config(
         **{"scheduling": SchedulingConfig(samples_per_prompt=samples, groups=CARRY), **sections}
     )
+
+
+@asynccontextmanager
+async def carrying(*tools: Any, **sections: Any) -> AsyncIterator[tuple[Any, Counted]]:
+    """A runtime that carries both members of p0, and the source, of which p1 was taken."""
+    source = Counted({0: "slow"})
+    async with rollout.open_rollout(config(**sections), tools) as runtime:
+        first = await runtime.collect(source, 1, step=0)
+        assert [t.uid for t in first.trajectories] == ["p1", "p1"]
+        assert first.metrics["groups/carried"] == 1
+        assert runtime.statistics().carried == 2
+        yield runtime, source
 
 
 async def alone(uid: str, text: str, **sections: Any) -> list[bytes]:
@@ -41,10 +57,7 @@ async def alone(uid: str, text: str, **sections: Any) -> list[bytes]:
 
 
 async def test_carried_trajectory_continues_first_from_its_tokens() -> None:
-    source = Counted({0: "slow"})
-    async with rollout.open_rollout(config()) as runtime:
-        first = await runtime.collect(source, 1, step=0)
-        assert [t.uid for t in first.trajectories] == ["p1", "p1"]
+    async with carrying() as (runtime, source):
         statistics = runtime.statistics()
         assert (statistics.carried, statistics.running) == (2, 0)
         assert statistics.admitted == statistics.finished + statistics.carried == 4
@@ -52,10 +65,9 @@ async def test_carried_trajectory_continues_first_from_its_tokens() -> None:
         tokens = statistics.generated_tokens
         await anyio.sleep(1000.0)
         assert runtime.statistics().generated_tokens == tokens
-        second = await runtime.collect(source, 1, step=1, policy=GroupPolicy(oversample=1.0))
+        second = await runtime.collect(source, 1, step=1, policy=ALONE)
         assert runtime.statistics().carried == 0
     assert [t.uid for t in second.trajectories] == ["p0", "p0"]
-    assert first.metrics["groups/carried"] == 1
     for trajectory in second.trajectories:
         assert trajectory.outcome is Outcome.COMPLETED
         assert trajectory.metrics["generation_s"] < 40
@@ -66,16 +78,14 @@ async def test_carried_trajectory_continues_first_from_its_tokens() -> None:
 
 
 async def test_carried_trajectory_survives_sleep_and_new_weights_with_exact_versions() -> None:
-    source = Counted({0: "slow"})
-    async with rollout.open_rollout(config()) as runtime:
-        await runtime.collect(source, 1, step=0)
+    async with carrying() as (runtime, source):
         had = runtime.engines.tokens_under_way
         await runtime.sleep()
         await runtime.update_weights(version=5, source=DiskWeights("."))
         await runtime.wake_up()
         await anyio.sleep(10.0)
         assert runtime.engines.tokens_under_way == had
-        batch = await runtime.collect(source, 1, step=1, policy=GroupPolicy(oversample=1.0))
+        batch = await runtime.collect(source, 1, step=1, policy=ALONE)
     sampled = list[tuple[int, int]]()
     for trajectory in batch.trajectories:
         runs = [run for span in trajectory.transcript.generated_spans() for run in span.versions]
@@ -89,15 +99,13 @@ async def test_carried_trajectory_has_its_deadline_afresh() -> None:
     limits = LimitsConfig(
         tool_s=None, generation_s=None, turn_s=None, trajectory_s=25.0, batch_s=25.0
     )
-    source = Counted({0: "slow"})
-    async with rollout.open_rollout(config(limits=limits)) as runtime:
-        await runtime.collect(source, 1, step=0)
+    async with carrying(limits=limits) as (runtime, source):
         for _ in range(2):
             await anyio.sleep(100.0)
             with anyio.move_on_after(14.0):
-                await runtime.collect(source, 1, step=1, policy=GroupPolicy(oversample=1.0))
+                await runtime.collect(source, 1, step=1, policy=ALONE)
             assert runtime.statistics().carried == 2
-        batch = await runtime.collect(source, 1, step=2, policy=GroupPolicy(oversample=1.0))
+        batch = await runtime.collect(source, 1, step=2, policy=ALONE)
     assert {str(t.outcome) for t in batch.trajectories} == {"completed"}
 
 
@@ -136,11 +144,8 @@ SHELVED = (
 
 
 async def test_carried_trajectory_with_open_tools_ends_after_carry_s() -> None:
-    source, shelf = Counted({0: "slow"}), Shelf()
-    limits = LimitsConfig(carry_s=30.0)
-    opened = config(SHELVED, agent=AgentConfig(name="tool_agent"), limits=limits)
-    async with rollout.open_rollout(opened, [shelf]) as runtime:
-        await runtime.collect(source, 1, step=0)
+    shelf, given = Shelf(), {"scenario": SHELVED, "limits": LimitsConfig(carry_s=30.0)}
+    async with carrying(shelf, agent=TOOL_AGENT, **given) as (runtime, source):
         assert (runtime.statistics().carried, shelf.open_sessions) == (2, 2)
         await anyio.sleep(29.0)
         assert (runtime.statistics().carried, shelf.open_sessions) == (2, 2)
@@ -154,14 +159,12 @@ async def test_carried_trajectory_with_open_tools_ends_after_carry_s() -> None:
 
 
 async def test_discard_carried_and_closing_the_runtime_end_them_cancelled() -> None:
-    source = Counted({0: "slow"})
-    async with rollout.open_rollout(config()) as runtime:
-        await runtime.collect(source, 1, step=0)
+    async with carrying() as (runtime, source):
         assert await runtime.discard_carried() == 2
         statistics = runtime.statistics()
         assert (statistics.carried, statistics.outcomes["cancelled"]) == (0, 2)
         assert statistics.admitted == statistics.finished
-        batch = await runtime.collect(source, 1, step=1, policy=GroupPolicy(oversample=1.0))
+        batch = await runtime.collect(source, 1, step=1, policy=ALONE)
         assert batch.trajectories[0].uid == "p2"
         await runtime.collect(Counted({0: "slow"}), 1, step=2)
         assert runtime.statistics().carried == 2
@@ -217,7 +220,7 @@ async def test_carried_agent_in_a_tool_is_under_the_deadlines_of_the_later_call(
     sleeps_s: float,
 ) -> None:
     source = Counted({0: "slow"})
-    opened = config(NAPPING, agent=AgentConfig(name="tool_agent"))
+    opened = config(NAPPING, agent=TOOL_AGENT)
     async with rollout.open_rollout(opened, [nap]) as runtime:
         policy = GroupPolicy(surplus="carry", oversample=2.0, group_s=group_s)
         await runtime.collect(source, 1, step=0, policy=policy)
@@ -245,9 +248,7 @@ async def test_carried_agent_in_a_tool_its_turn_stands_still_and_its_time_is_afr
         .reply("", filler=3500)
         .timing(base_s=0.01, slope_s=0.0, prefill_tokens_per_s=1e9)
     )
-    opened = config(
-        scenario, 1, agent=AgentConfig(name="tool_agent"), limits=LimitsConfig(**{limit: 78.0})
-    )
+    opened = config(scenario, 1, agent=TOOL_AGENT, limits=LimitsConfig(**{limit: 78.0}))
     async with rollout.open_rollout(opened, [nap]) as runtime:
         await runtime.collect([user("slow", uid="p0"), user("go", uid="p1")], 1, step=0)
         await anyio.sleep(5.0)
@@ -263,7 +264,7 @@ async def test_agent_of_a_group_in_a_tool_ends_by_its_limits(limit: str) -> None
     # Of equal limits the narrower one is named.
     given: dict[str, Any] = {"tool_s": None, "turn_s": None, limit: 40.0}
     limits = LimitsConfig(**given)
-    opened = config(NAPPING, 1, agent=AgentConfig(name="tool_agent"), limits=limits)
+    opened = config(NAPPING, 1, agent=TOOL_AGENT, limits=limits)
     async with rollout.open_rollout(opened, [nap]) as runtime:
         batch = await runtime.collect([user("slow", uid="p0")], 1)
         assert anyio.current_time() == pytest.approx(40.0, abs=1.0)
@@ -330,7 +331,7 @@ async def test_tool_of_a_group_that_catches_cancellation_at_the_turns_limit_is_g
         return ""
 
     limits = LimitsConfig(tool_s=None, turn_s=40.0, trajectory_s=None, cleanup_s=5.0)
-    opened = config(NAPPING, 1, agent=AgentConfig(name="tool_agent"), limits=limits)
+    opened = config(NAPPING, 1, agent=TOOL_AGENT, limits=limits)
     async with rollout.open_rollout(opened, [nap]) as runtime:
         batch = await runtime.collect([user("slow", uid="p0")], 1)
         assert anyio.current_time() < 60.0
@@ -371,12 +372,9 @@ async def test_time_of_a_group_does_not_end_the_reward_of_a_member_that_was_carr
 
 
 async def test_carried_trajectory_of_a_dead_engine_continues_elsewhere() -> None:
-    source = Counted({0: "slow"})
-    two = config(engine=SimulatedEngine(replicas=2))
-    async with rollout.open_rollout(two) as runtime:
-        await runtime.collect(source, 1, step=0)
+    async with carrying(engine=SimulatedEngine(replicas=2)) as (runtime, source):
         await runtime.engines.remove_replica("engine-0")
-        batch = await runtime.collect(source, 1, step=1, policy=GroupPolicy(oversample=1.0))
+        batch = await runtime.collect(source, 1, step=1, policy=ALONE)
     said = [t.transcript.ids_bytes() for t in batch.trajectories]
     assert said == await alone("p0", "slow")
 
@@ -423,15 +421,14 @@ async def test_carried_groups_of_one_uid_come_in_calls_of_their_own() -> None:
     def two() -> list[Prompt]:
         return [user("slow", uid="x"), user("go", uid="y")]
 
-    alone = GroupPolicy(oversample=1.0)
     async with rollout.open_rollout(config()) as runtime:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(runtime.collect, two(), 1)
             tasks.start_soon(runtime.collect, two(), 1)
         assert runtime.statistics().carried == 4
         more = [user("go", uid="x"), user("go", uid="z")]
-        first = await runtime.collect(more, 2, policy=alone)
-        second = await runtime.collect(more, 2, policy=alone)
+        first = await runtime.collect(more, 2, policy=ALONE)
+        second = await runtime.collect(more, 2, policy=ALONE)
         statistics = runtime.statistics()
     assert [t.uid for t in first.trajectories[::2]] == ["x", "x@2"]
     assert [t.uid for t in second.trajectories[::2]] == ["x", "z"]
@@ -486,7 +483,7 @@ async def test_stream_groups_finished_groups_that_are_too_old_begin_again() -> N
             assert groups.metrics()["groups/restarted"] >= 2
         assert [group.min_version for group in found] == [3, 3]
         taken += [group.uid for group in found]
-        rest = await runtime.collect(source, had - 3, policy=GroupPolicy(oversample=1.0))
+        rest = await runtime.collect(source, had - 3, policy=ALONE)
         taken += [t.uid for t in rest.trajectories[::2]]
     assert len(taken) == had
     assert set(taken) == {f"p{at}" for at in range(had)}
@@ -497,15 +494,12 @@ async def test_carried_members_that_get_no_place_end_once_each_with_their_tokens
     """Their agents began before: what ends their wait ends those, and they tell the outcome."""
     places, taken = (3, 2) if how == "group_s" else (4, 4)
     scheduling = SchedulingConfig(samples_per_prompt=2, groups=CARRY, max_in_flight=places)
-    source = Counted({0: "slow"})
     found: list[Any] = []
     async with (
-        rollout.open_rollout(config(scheduling=scheduling)) as runtime,
+        carrying(scheduling=scheduling) as (runtime, source),
         anyio.create_task_group() as tasks,
     ):
-        await runtime.collect(source, 1, step=0)
         had = runtime.statistics().generated_tokens
-        assert runtime.statistics().carried == 2
 
         async def generate() -> None:
             await runtime.generate([user("slow", uid=str(at)) for at in range(taken // 2)], step=1)
@@ -538,16 +532,14 @@ async def test_carried_members_that_get_no_place_end_once_each_with_their_tokens
 
 
 async def test_cancel_between_calls_ends_the_carried_members_that_it_names() -> None:
-    source = Counted({0: "slow"})
-    async with rollout.open_rollout(config()) as runtime:
-        await runtime.collect(source, 1, step=0)
+    async with carrying() as (runtime, source):
         assert runtime.cancel("p0", 7) == runtime.cancel("p1") == 0
         assert runtime.cancel("p0", 1, reason="not wanted") == 1
         assert runtime.cancel("p0", 1) == 0
         await anyio.sleep(1.0)
         statistics = runtime.statistics()
         assert (statistics.carried, statistics.outcomes["cancelled"]) == (1, 1)
-        batch = await runtime.collect(source, 1, step=1, policy=GroupPolicy(oversample=1.0))
+        batch = await runtime.collect(source, 1, step=1, policy=ALONE)
         ended = [(t.uid, t.member, str(t.outcome), t.reason) for t in batch.trajectories]
         assert ended == [("p0", 0, "completed", ""), ("p0", 1, "cancelled", "not wanted")]
         assert batch.trajectories[1].transcript.generated_length > 0
@@ -555,11 +547,9 @@ async def test_cancel_between_calls_ends_the_carried_members_that_it_names() -> 
 
 
 async def test_cancel_between_calls_of_all_ends_every_carried_trajectory() -> None:
-    source = Counted({0: "slow"})
-    async with rollout.open_rollout(config()) as runtime:
-        await runtime.collect(source, 1, step=0)
+    async with carrying() as (runtime, source):
         assert (runtime.cancel(), runtime.cancel()) == (2, 0)
-        batch = await runtime.collect(source, 2, step=1, policy=GroupPolicy(oversample=1.0))
+        batch = await runtime.collect(source, 2, step=1, policy=ALONE)
     ended = [(t.uid, str(t.outcome)) for t in batch.trajectories]
     assert ended == [("p0", "cancelled")] * 2 + [("p2", "completed")] * 2
 
@@ -609,10 +599,8 @@ async def test_collect_left_ends_the_carried_members_that_got_no_place_as_surplu
                         await anyio.sleep(3.0)
 
     scheduling = SchedulingConfig(samples_per_prompt=2, groups=CARRY, max_in_flight=4)
-    opened = config(agent=AgentConfig(name="slow_to_leave"), scheduling=scheduling)
-    source = Counted({0: "slow"})
-    async with rollout.open_rollout(opened) as runtime, anyio.create_task_group() as tasks:
-        await runtime.collect(source, 1, step=0)
+    given = {"agent": AgentConfig(name="slow_to_leave"), "scheduling": scheduling}
+    async with carrying(**given) as (runtime, source), anyio.create_task_group() as tasks:
         busy = [user("slow", uid="a"), user("slow", uid="b")]
         tasks.start_soon(lambda: runtime.generate(busy, step=1))
         await anyio.sleep(1.0)
@@ -628,17 +616,13 @@ async def test_collect_left_ends_the_carried_members_that_got_no_place_as_surplu
 
 @pytest.mark.parametrize("how", ["cancel", "carry_s"])
 async def test_time_between_calls_is_not_in_the_figures_of_what_ends_there(how: str) -> None:
-    opened = config(
-        SHELVED, agent=AgentConfig(name="tool_agent"), limits=LimitsConfig(carry_s=900.0)
-    )
-    source = Counted({0: "slow"})
-    async with rollout.open_rollout(opened, [Shelf()]) as runtime:
-        await runtime.collect(source, 1, step=0)
+    given = {"scenario": SHELVED, "limits": LimitsConfig(carry_s=900.0)}
+    async with carrying(Shelf(), agent=TOOL_AGENT, **given) as (runtime, source):
         await anyio.sleep(500.0)
         if how == "cancel":
             runtime.cancel("p0")
         await anyio.sleep(500.0)
-        batch = await runtime.collect(source, 1, step=1, policy=GroupPolicy(oversample=1.0))
+        batch = await runtime.collect(source, 1, step=1, policy=ALONE)
         found = [t.metrics["total_s"] for t in batch.trajectories if t.uid == "p0"]
     assert len(found) == 2
     assert max(found) < 5.0
@@ -654,7 +638,7 @@ async def test_explain_says_since_when_a_trajectory_is_carried_and_what_it_waits
         .timing(base_s=0.01, slope_s=0.0, prefill_tokens_per_s=1e9)
     )
     scheduling = SchedulingConfig(samples_per_prompt=1, groups=CARRY, max_in_flight=4)
-    agent = AgentConfig(name="tool_agent")
+    agent = TOOL_AGENT
     opened = config(scenario, scheduling=scheduling, agent=agent)
     source = [user("slow", uid="p0"), user("tired", uid="p1"), user("go", uid="p2")]
     async with rollout.open_rollout(opened, [nap]) as runtime, anyio.create_task_group() as tasks:
