@@ -69,34 +69,29 @@ async def test_collect_cancelled_while_a_group_is_judged_returns_at_once(
     assert source.count == 2
 
 
-async def test_collect_batch_deadline_ends_a_group_reward_as_in_generate() -> None:
+async def late(trajectory: Trajectory) -> float:
+    await anyio.sleep(JUDGE_S)
+    return 1.0
+
+
+@pytest.mark.parametrize("what", ["reward", "group_reward"])
+async def test_collect_batch_deadline_ends_a_reward_as_in_generate(what: str) -> None:
     opened = config(LimitsConfig(batch_s=30.0, reward_s=JUDGE_S))
     recorder = Recorder()
-    async with recorder.open_rollout(opened, group_reward=Judge()) as runtime:
+    given: Any = {what: late if what == "reward" else Judge()}
+    async with recorder.open_rollout(opened, **given) as runtime:
         collected, seconds = await timed(lambda: runtime.collect(prompts(2), 2))
         generated = await runtime.generate(prompts(2))
     assert seconds == pytest.approx(30.0)
     assert recorder.anomalies() == []
     for batch in (collected, generated):
         ends = {(t.outcome, t.reason, t.limit_source) for t in batch.trajectories}
-        assert ends == {(Outcome.DEADLINE, "group_reward", "limits.batch_s")}
+        assert ends == {(Outcome.DEADLINE, what, "limits.batch_s")}
         assert not any(t.trainable for t in batch.trajectories)
-
-
-async def test_collect_batch_deadline_ends_the_reward_of_a_trajectory() -> None:
-    async def reward(trajectory: Trajectory) -> float:
-        await anyio.sleep(JUDGE_S)
-        return 1.0
-
-    opened = config(LimitsConfig(batch_s=30.0, reward_s=JUDGE_S))
-    async with rollout.open_rollout(opened, reward=reward) as runtime:
-        batch, seconds = await timed(lambda: runtime.collect(prompts(2), 2))
-    assert seconds == pytest.approx(30.0)
-    ends = {(t.outcome, t.reason, t.limit_source) for t in batch.trajectories}
-    assert ends == {(Outcome.DEADLINE, "reward", "limits.batch_s")}
-    cause = batch.trajectories[0].cause
-    assert cause is not None
-    assert cause.message == ("limits.batch_s = 30 s is over: the reward function had not returned")
+        name = what.replace("_", " ")
+        assert {t.cause and t.cause.message for t in batch.trajectories} == {
+            f"limits.batch_s = 30 s is over: the {name} function had not returned"
+        }
 
 
 async def test_stream_groups_left_while_a_group_is_judged_returns_at_once() -> None:

@@ -13,7 +13,7 @@ import pytest
 import rollout
 from harness import Recorder
 from race_situations import add, user
-from rollout import Group, Outcome, Reward, Trajectory
+from rollout import Group, Outcome, Prompt, Reward, Trajectory
 from rollout.batch import RolloutBatch
 from rollout.config import LengthsConfig, LimitsConfig, RewardsConfig, SchedulingConfig
 from rollout.observe.events import TrajectoryEnded
@@ -48,7 +48,7 @@ def nothing() -> list[float]:
 
 async def run(
     group_reward: Any,
-    prompts: int = 2,
+    prompts: int | list[Prompt] = 2,
     *,
     scenario: Scenario = SPOKEN,
     reward: Any = None,
@@ -67,11 +67,12 @@ async def run(
             samples_per_prompt=samples, max_in_flight=max_in_flight, max_failures=None
         ),
     )
+    given = [user(f"p{at}") for at in range(prompts)] if isinstance(prompts, int) else prompts
     async with recorder.open_rollout(config, [add], reward, group_reward=group_reward) as runtime:
         async with anyio.create_task_group() as tasks:
             if during is not None:
                 tasks.start_soon(during, runtime)
-            batch: RolloutBatch = await runtime.generate([user(f"p{at}") for at in range(prompts)])
+            batch: RolloutBatch = await runtime.generate(given)
     assert recorder.anomalies() == []
     return batch
 
@@ -238,10 +239,10 @@ async def test_reward_that_swallows_its_end_and_returns_counts_for_nothing(ends:
 
 async def test_members_whose_group_the_batch_deadline_ends_before_its_reward_say_so() -> None:
     async def wait(trajectory: Trajectory) -> float:
-        await anyio.sleep(10_000.0 if trajectory.member == 0 else 0.0)
+        await anyio.sleep(1000.0 if trajectory.member == 0 else 0.0)
         return 0.0
 
-    batch = await run(by_length, 1, reward=wait, batch_s=1000, reward_s=20_000)
+    batch = await run(by_length, 1, reward=wait, batch_s=100, reward_s=2000)
     ends = [(each.outcome, each.reason) for each in batch.trajectories]
     assert ends == [
         (Outcome.DEADLINE, "reward"),
@@ -383,15 +384,10 @@ async def test_group_reward_is_not_asked_about_a_group_without_trainable_members
         asked.append(group.uid)
         return by_length(group)
 
-    recorder = Recorder()
-    config = SPOKEN.config(lengths=LENGTHS, scheduling=SchedulingConfig(samples_per_prompt=MEMBERS))
-    async with recorder.open_rollout(config, group_reward=function) as runtime:
-        batch = await runtime.generate(
-            [user("a", uid="none", agent_name="nobody"), user("b", uid="fine")]
-        )
+    given = [user("a", uid="none", agent_name="nobody"), user("b", uid="fine")]
+    batch = await run(function, given)
     assert asked == ["fine"]
     assert {each.outcome for each in batch.trajectories[:MEMBERS]} == {Outcome.REJECTED}
-    assert recorder.anomalies() == []
 
 
 @pytest.mark.parametrize(

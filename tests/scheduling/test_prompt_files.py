@@ -37,10 +37,6 @@ def faults_of(file: Path) -> list[str]:
     return lines
 
 
-def test_prompt_files_string_becomes_one_user_message(file: Path) -> None:
-    assert read_prompts(write(file, {"prompt": "2+2?"})) == [Prompt(messages=ASKED)]
-
-
 @pytest.mark.parametrize("column", ["prompt", "messages"])
 def test_prompt_files_list_becomes_the_messages(file: Path, column: str) -> None:
     asked = [{"role": "system", "content": "Be brief."}, *ASKED]

@@ -76,10 +76,18 @@ def anything(*args: Any) -> float:
     return 0.5
 
 
+class Native:
+    __signature__ = "written in C"  # what inspect cannot read
+
+    def __call__(self, trajectory: Trajectory) -> float:
+        return 0.5
+
+
 @pytest.mark.parametrize(
     "reward",
     [
         plain,
+        Native(),
         Judge(),
         Judge().method,
         AsyncJudge(),
@@ -91,16 +99,6 @@ def anything(*args: Any) -> float:
 )
 async def test_reward_of_a_trajectory_is_taken_in_every_shape(reward: Any) -> None:
     assert (await rewarded(reward)).reward == 0.5
-
-
-async def test_reward_without_a_known_signature_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Native:
-        __signature__ = "written in C"  # what inspect cannot read
-
-        def __call__(self, trajectory: Trajectory) -> float:
-            return 0.5
-
-    assert (await rewarded(Native())).reward == 0.5
 
 
 def two_arguments(question: str, answer: str) -> float:

@@ -506,23 +506,6 @@ async def test_statistics_count_tokens_of_generations_under_way() -> None:
         await runtime.generate([user("slow")])
 
 
-async def test_cancel_while_admission_is_paused_generate_returns_at_once() -> None:
-    async with rollout.open_rollout(OK.config()) as runtime:
-        runtime.admission.pause()
-        batches: list[RolloutBatch] = []
-
-        async def call() -> None:
-            batches.append(await runtime.generate([user("one"), user("two")]))
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(call)
-            await anyio.sleep(3.0)
-            assert runtime.cancel(reason="enough") == 2
-        assert anyio.current_time() == 3.0
-    ends = [(t.outcome, t.reason, len(t.transcript)) for t in batches[0].trajectories]
-    assert ends == [(Outcome.CANCELLED, "enough", 0)] * 2
-
-
 async def test_cancel_does_not_wait_for_places_that_another_call_holds() -> None:
     config = SLOW.config(scheduling=SchedulingConfig(max_in_flight=1))
     async with rollout.open_rollout(config) as runtime:

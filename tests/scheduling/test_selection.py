@@ -18,7 +18,7 @@ from slow_cases import slow_but
 
 pytestmark = pytest.mark.anyio
 
-FILLER = {"median": 80, "sigma": 1.0, "max": 1600}
+FILLER = {"median": 40, "sigma": 1.0, "max": 800}
 LONG_TAIL = Scenario(seed=5).reply("", filler=FILLER)
 COUNT = 48
 
@@ -98,7 +98,7 @@ async def test_selection_of_an_open_stream_counts_what_runs_as_cut_off(
 async def test_selection_counts_members_that_their_groups_deadline_ended_as_cut_off(
     whole: float, action: str
 ) -> None:
-    batch = await collected(COUNT, group_s=2.0, on_group_deadline=action)
+    batch = await collected(COUNT, group_s=1.0, on_group_deadline=action)
     found = batch.metrics
     assert found["selection/length/finished"] < found["selection/length/started"] < whole
     assert found["selection/length_bias"] == pytest.approx(mean(batch) / whole, abs=0.12)
@@ -187,7 +187,7 @@ async def test_selection_batch_deadline_cuts_off() -> None:
     opened = LONG_TAIL.config(
         agent=config().agent,
         scheduling=config(samples=4).scheduling,
-        limits=LimitsConfig(batch_s=2.0),
+        limits=LimitsConfig(batch_s=1.0),
     )
     async with rollout.open_rollout(opened) as runtime:
         batch = await runtime.collect(prompts(COUNT), COUNT, step=0)
