@@ -191,9 +191,20 @@ async def test_stream_that_is_left_tells_a_task_that_waits_for_a_group(surplus: 
             await ended.wait()
 
 
-@pytest.mark.parametrize("sleeps", [False, True])
-@pytest.mark.parametrize("call", ["generate", "stream", "collect", "stream_groups"])
-async def test_call_that_begins_as_the_runtime_is_closed_learns_it(call: str, sleeps: bool) -> None:
+@pytest.mark.parametrize(
+    ("call", "sleeps", "moments"),
+    [
+        ("generate", False, 12),
+        ("stream", False, 12),
+        ("collect", False, 12),
+        ("stream_groups", False, 12),
+        ("generate", True, 20),
+        ("collect", True, 20),
+    ],
+)
+async def test_call_that_begins_as_the_runtime_is_closed_learns_it(
+    call: str, sleeps: bool, moments: int
+) -> None:
     async def begin(runtime: Any, said: list[str]) -> None:
         prompts = [user("slow", uid="p0")]
         try:
@@ -210,7 +221,7 @@ async def test_call_that_begins_as_the_runtime_is_closed_learns_it(call: str, sl
         opened = attrs.evolve(
             opened, engine=attrs.evolve(opened.engine, sleep_between_batches=True)
         )
-    for rounds in range(20):
+    for rounds in range(moments):
         said: list[str] = []
         with anyio.fail_after(1000.0):
             async with anyio.create_task_group() as tasks:
