@@ -164,24 +164,16 @@ def test_resume_of_another_run_is_refused_naming_the_difference(tmp_path: Path) 
         "another journal:\n  sampling.temperature = 1.0 there, 0.5 here"
     )
     groups = SchedulingConfig(groups=GroupPolicy(oversample=1.5))
-    with pytest.raises(
-        ConfigError, match=r":\n  scheduling.groups.oversample = 1.0 there, 1.5 here$"
-    ):
-        run(
-            config_of(path, scheduling=groups, journal={"prompts": "one"}),
-            prompts("quick"),
-            resume=True,
-        )
-    with pytest.raises(
-        ConfigError, match=r"another run; .*\n  journal.prompts = 'one' there, 'two'"
-    ):
-        run(config_of(path, journal={"prompts": "two"}), prompts("quick"), resume=True)
     model = attrs.evolve(ADDING.config().model, chat_template_kwargs={"x": 1})
-    with pytest.raises(
-        ConfigError,
-        match=r"\n  model.chat_template_kwargs.x = nothing there, 1 here$",
-    ):
-        run(config_of(path, model=model, journal={"prompts": "one"}), prompts("quick"), resume=True)
+    others: list[tuple[dict[str, Any], str]] = [
+        ({"scheduling": groups}, "scheduling.groups.oversample = 1.0 there, 1.5 here$"),
+        ({"journal": {"prompts": "two"}}, "journal.prompts = 'one' there, 'two'"),
+        ({"model": model}, "model.chat_template_kwargs.x = nothing there, 1 here$"),
+    ]
+    for sections, said in others:
+        other = config_of(path, **{"journal": {"prompts": "one"}, **sections})
+        with pytest.raises(ConfigError, match=rf"another run; (?s:.*)\n  {said}"):
+            run(other, prompts("quick"), resume=True)
     changed = [Prompt(messages=[{"role": "user", "content": "another"}], uid="quick")]
     with pytest.raises(PromptError) as refused:
         run(config_of(path, journal={"prompts": "one"}), changed, resume=True)

@@ -119,27 +119,27 @@ def collected(path: Path, source: Iterator[Prompt], *, resume: bool, **options: 
     return rows
 
 
-def test_collect_that_returned_one_group_less_does_so_again(tmp_path: Path) -> None:
-    policy = GroupPolicy(group_s=1.0, on_group_deadline="drop")
-    given: dict[str, Any] = {"policies": [policy, policy], "groups": 3}
-    first = collected(tmp_path / "j", loader(1), resume=False, **given)
-    assert len(first[0]) == 4
-    for _ in range(2):
-        again = collected(tmp_path / "j", loader(1), resume=True, **given)
-        assert again[:2] == first[:2]
-        assert again[2] == 0
+DROP = GroupPolicy(group_s=1.0, on_group_deadline="drop")
+KEEP = GroupPolicy(oversample=2.0, group_s=1.0, on_group_deadline="keep")
+DONE, CUT_OFF = (Outcome.COMPLETED, ""), (Outcome.DEADLINE, "group")
 
 
-def test_group_cut_off_in_a_call_that_keeps_it_is_given_again_in_one_that_would_drop_it(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("policy", "groups", "slow", "ends"),
+    [
+        pytest.param(DROP, 3, [1], [[DONE] * 4] * 2, id="returned_one_group_less"),
+        # Of two that were cut off, the other is for a call that would drop it.
+        pytest.param(KEEP, 1, [0, 1], [[CUT_OFF] * 2] * 2, id="kept_what_the_next_would_drop"),
+    ],
+)
+def test_collect_whose_groups_met_their_deadline_gives_the_same_again(
+    tmp_path: Path, policy: GroupPolicy, groups: int, slow: list[int], ends: list[Any]
 ) -> None:
-    keep = GroupPolicy(oversample=2.0, group_s=1.0, on_group_deadline="keep")
-    drop = GroupPolicy(group_s=1.0, on_group_deadline="drop")
-    given: dict[str, Any] = {"policies": [keep, drop], "groups": 1}
-    first = collected(tmp_path / "j", loader(0, 1), resume=False, **given)
-    assert [row[2:] for row in first[1]] == [(Outcome.DEADLINE, "group")] * 2
+    given: dict[str, Any] = {"policies": [policy, DROP], "groups": groups}
+    first = collected(tmp_path / "j", loader(*slow), resume=False, **given)
+    assert [[row[2:] for row in rows] for rows in first[:2]] == ends
     for _ in range(2):
-        again = collected(tmp_path / "j", loader(0, 1), resume=True, **given)
+        again = collected(tmp_path / "j", loader(*slow), resume=True, **given)
         assert again[:2] == first[:2]
         assert again[2] == 0
 

@@ -159,27 +159,27 @@ async def test_failures_past_the_budget_stop_the_batch_and_list_their_causes() -
     assert set(outcomes) == {("cancelled", "failure_budget")}
 
 
-async def test_batch_deadline_drop_marks_what_was_cut_and_removes_nothing() -> None:
-    batch = await generate(
+async def cut_off(reward: Any = None, **scheduling: Any) -> RolloutBatch:
+    """A quick trajectory, and one that the batch's deadline cuts off."""
+    return await generate(
         SLOW,
         [user("quick"), user("slow")],
+        reward=reward,
         limits=LimitsConfig(batch_s=5),
-        scheduling=SchedulingConfig(
-            on_deadline="drop", trainable=("completed", "length", "limit", "deadline")
-        ),
+        scheduling=SchedulingConfig(**scheduling),
     )
+
+
+async def test_batch_deadline_drop_marks_what_was_cut_and_removes_nothing() -> None:
+    every = ("completed", "length", "limit", "deadline")
+    batch = await cut_off(on_deadline="drop", trainable=every)
     assert [t.trainable for t in batch.trajectories] == [True, False]
     assert batch.trajectories[1].transcript.generated_length > 100
 
 
 async def test_batch_deadline_raise_carries_the_batch() -> None:
     with pytest.raises(LimitExceeded, match=r"^limits.batch_s = 5 s is over$") as caught:
-        await generate(
-            SLOW,
-            [user("quick"), user("slow")],
-            limits=LimitsConfig(batch_s=5),
-            scheduling=SchedulingConfig(on_deadline="raise"),
-        )
+        await cut_off(on_deadline="raise")
     assert caught.value.partial is not None
     assert [s.outcome for s in caught.value.partial.samples] == ["completed", "deadline"]
 
@@ -191,13 +191,7 @@ async def test_batch_deadline_cut_trajectory_is_trained_on_where_no_reward_is_mi
     async def reward(trajectory: Trajectory) -> float | None:
         return value
 
-    batch = await generate(
-        SLOW,
-        [user("quick"), user("slow")],
-        reward=reward if value else None,
-        limits=LimitsConfig(batch_s=5),
-        scheduling=SchedulingConfig(trainable=("completed", "deadline")),
-    )
+    batch = await cut_off(reward if value else None, trainable=("completed", "deadline"))
     assert [t.reward for t in batch.trajectories] == [value, None]
     assert [t.trainable for t in batch.trajectories] == [True, value is None]
     assert batch.trajectories[1].limit_source == "limits.batch_s"
