@@ -133,6 +133,22 @@ def test_parser_brackets_that_open_before_a_faulty_list_are_read_once(deep: int)
     assert any(seconds("pythonic", text) < 1.0 for _ in range(3))  # it parses twice
 
 
+@pytest.mark.parametrize("part", ["a<", "'' ", "a and ", "1+", "1-", "(1)", "{}", "-", "#\n"])
+def test_parser_array_that_is_no_literal_is_found_out_soon(part: str) -> None:
+    arrays = {"type": "object", "properties": {"x": {"type": "array"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": arrays}}]
+    parser = get_tool_parser("qwen3_coder")
+
+    def seconds_of(value: str) -> float:
+        started = process_time()
+        text = f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>\n"
+        parser.parse(f"{text}</tool_call>", tools)
+        return process_time() - started
+
+    value = f"[{part * (900_000 // len(part))}1]"
+    assert any(seconds_of(value) < 0.5 for _ in range(3))
+
+
 def test_parser_fence_of_many_calls_is_read_as_far_as_a_turn_may_have() -> None:
     text = "```tool_code\n" + "f(x=1)\n" * 100_000 + "```"
     assert any(seconds("gemma", text) < 1.0 for _ in range(3))

@@ -41,6 +41,12 @@ _ESCAPE = re.compile(
     r"(?:\\(?:[0-3]?[0-7]{1,2}|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4}"
     r"|[\n\\'\"abfnrtv]))+"
 )
+#: Outside of strings, what no value has: operators, sums, calls, words. `ast` takes long to see it.
+_FOREIGN = re.compile(
+    r"[<>*/%&|^~@;!=]|\d\s*+[+-]\s*+[\d.]++\s*+[+-]|[\])}]\s*+[\w\[({]"
+    r"|(?<![\w.])(?!None\b|True\b|False\b)[A-Za-z]\w"
+)
+_COMMENT = re.compile(r"#[^\n]*+")
 _CONSTANTS = {"true": "True", "false": "False", "null": "None"}
 _ENDS = {"[": "]", "(": ")", "{": "}"}
 #: What a list of calls begins with: the first function's name, and whether the rest is no sentence:
@@ -138,8 +144,11 @@ def read_literal(text: str) -> Any:
     if text[:1] in ("[", "{"):
         with suppress(ValueError):  # most are JSON as well, which is read many times faster
             return read_json_text(text)
-    if text.count(",") >= MAX_VALUES:
+    bare, strings = _REWRITTEN.subn("", text)
+    if text.count(",") >= MAX_VALUES or strings > 2 * MAX_VALUES:  # a key and a value each
         raise ValueError(f"more than {MAX_VALUES:,} values in a call")
+    if _FOREIGN.search(_COMMENT.sub("", bare)):
+        raise ValueError("expected a literal")
     try:
         value = ast.literal_eval(_REWRITTEN.sub(_rewrite, text))
         return read_json_text(json.dumps(value, allow_nan=False))
