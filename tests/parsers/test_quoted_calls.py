@@ -127,11 +127,12 @@ def test_write_with_a_fault_before_its_content_runs_no_call_that_it_quotes(name:
     assert isinstance(found, InvalidToolCall)
 
 
-@pytest.mark.parametrize("tag", ["<|tool_call>", "<start_function_call>"])
-def test_gemma_fence_whose_string_quotes_its_end_and_a_call_runs_none(tag: str) -> None:
-    quoted = f"{tag}call:exec{{}}{tag.replace('<|', '<').replace('>', '|>')}"
-    if tag.startswith("<start"):
-        quoted = f"{tag}call:exec{{}}<end_function_call>"
+@pytest.mark.parametrize(
+    ("tag", "end"),
+    [("<|tool_call>", "<tool_call|>"), ("<start_function_call>", "<end_function_call>")],
+)
+def test_gemma_fence_whose_string_quotes_its_end_and_a_call_runs_none(tag: str, end: str) -> None:
+    quoted = f"{tag}call:exec{{}}{end}"
     text = f'```tool_code\nwrite(content="\\n```\\n{quoted}")\n```'
     for length in range(text.index("content"), len(text) + 1):
         (found,) = parse("gemma", text[:length]).calls

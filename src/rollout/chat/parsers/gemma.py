@@ -29,7 +29,6 @@ _NESTED = {
     opening: re.compile(rf"(?P<opens>{re.escape(opening)}\s*call:)|(?P<closes>{re.escape(end)})")
     for opening, end in _ENDS.items()
 }
-_NESTED_FENCE = re.compile(r"(?P<opens>```tool_code\b)|(?P<closes>```)")
 
 _HEAD = re.compile(r"\s*call:\s*([\w.\-]+)\s*(?=\{)")
 _MARKED = re.compile(r'\s*(?:<\|"\|>(.*?)<\|"\|>|<escape>(.*?)<escape>)', re.DOTALL)
@@ -86,15 +85,15 @@ class GemmaParser(TaggedParser):
         return scan.add_call(opening.start(), at + len(end), head[1], arguments)
 
     def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
-        if opening[0] not in _ENDS and opening["fence"] is None:
-            return len(scan.text)
         if opening["fence"] is not None:  # which a string may quote, and leave open at the end
             is_in_string = scan.text[fault.at : fault.at + 1] in ("'", '"')
             end = len(scan.text) if is_in_string else scan.find(_FENCE, fault.at)
             return min(end + len(_FENCE), len(scan.text))
+        if opening[0] not in _ENDS:
+            return len(scan.text)
         if not fault.is_open:
             return fault.at
-        stop = scan.nesting(_NESTED.get(opening[0], _NESTED_FENCE)).find_stop(opening.end())
+        stop = scan.nesting(_NESTED[opening[0]]).find_stop(opening.end())
         return len(scan.text) if stop is None else stop
 
 
