@@ -7,7 +7,7 @@ import hashlib
 import time  # noqa: TID251  (CPU of single turns)
 from contextlib import asynccontextmanager
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import anyio
 import attrs
@@ -23,6 +23,7 @@ from driver_cases.workload import (
     questions,
     tool_text,
 )
+from rollout.agents import ToolAgent, register_agent
 from rollout.config import (
     AgentConfig,
     CustomEngine,
@@ -38,8 +39,9 @@ from rollout.tools import function_tool
 from rollout.types import Prompt
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
+    from rollout.agents import AgentContext
     from rollout.chat.trajectory import Trajectory
 
 #: Tokens that a tool turn adds at most.
@@ -96,11 +98,31 @@ def config_of(plan: Plan) -> RolloutConfig:
         placement=LocalProcessPlacement(),
         limits=LimitsConfig(generation_s=HELD_S, turn_s=HELD_S),
         lengths=LengthsConfig(prompt=PROMPT_TOKENS, response=response),
-        agent=AgentConfig(max_assistant_turns=turns, max_user_turns=turns),
+        agent=AgentConfig(name="counted", max_assistant_turns=turns, max_user_turns=turns),
         scheduling=SchedulingConfig(max_in_flight=plan.n),
         journal=JournalConfig(path=plan.journal or None),
         seed=0,
     )
+
+
+@register_agent("counted")
+class CountedAgent(ToolAgent):
+    """The tool agent, which tells when the last one of a round has ended.
+
+    Attributes:
+        left: Agents of the round that have not ended.
+        when_none_left: Is called then.
+    """
+
+    left: ClassVar[int] = 0
+    when_none_left: ClassVar[Callable[[], None]]
+
+    async def run(self, context: AgentContext) -> None:
+        """Run it, and count it."""
+        await super().run(context)
+        CountedAgent.left -= 1
+        if CountedAgent.left == 0:
+            CountedAgent.when_none_left()
 
 
 class Tools:
@@ -188,17 +210,8 @@ class OurSide:
             return [each async for each in trajectories], None
 
     async def _generate(self, ticker: Ticker) -> tuple[list[Trajectory], Any]:
-        end = self.runtime.statistics().finished + self._plan.n
-
-        async def mark_end() -> None:
-            while self.runtime.statistics().finished < end:  # noqa: ASYNC110
-                await anyio.sleep(0.005)
-            ticker.mark()  # what follows makes the tensors
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(mark_end)
-            batch = await self.runtime.generate(self.prompts)
-            tasks.cancel_scope.cancel()
+        CountedAgent.left, CountedAgent.when_none_left = self._plan.n, ticker.mark
+        batch = await self.runtime.generate(self.prompts)  # what follows the mark makes the tensors
         return list(batch.trajectories), batch
 
 

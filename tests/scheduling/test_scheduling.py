@@ -221,6 +221,17 @@ async def test_pause_holds_new_trajectories_back_until_resume() -> None:
     assert weights_changed_at[0] > 100.0
 
 
+async def test_stream_that_nobody_reads_admits_until_its_buffer_and_its_slots_are_full() -> None:
+    config = OK.config(scheduling=SchedulingConfig(samples_per_prompt=20, max_in_flight=3))
+    async with rollout.open_rollout(config) as runtime:
+        async with runtime.stream([user("go")]) as trajectories:
+            await anyio.sleep(1000.0)
+            assert runtime.statistics().running == 3  # they have ended, and wait
+            assert runtime.statistics().finished == 3 + 3
+            received = [each async for each in trajectories]
+    assert len(received) == 20
+
+
 async def test_resume_without_pause_is_refused() -> None:
     async with rollout.open_rollout(OK.config()) as runtime:
         runtime.admission.pause()

@@ -223,7 +223,9 @@ class AgentContext(Conversation):
         calls = read_calls("call_tools", calls)
         results = await self.run_tools(calls)
         messages: Given = [answer(*each) for each in zip(calls, results, strict=True)]
-        await self.answer(self._order(messages, is_checked=False), is_ordered=True)
+        if self._unsettled or calls != self._history.last_calls:
+            messages = self._order(messages, is_checked=False)
+        await self.answer(messages, is_ordered=True)
         return results
 
     async def run_tools(self, calls: Calls) -> list[ToolResult]:

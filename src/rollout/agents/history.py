@@ -130,6 +130,11 @@ class History:
         return self.transcript.prefix.slice(last.turn_start)
 
     @property
+    def last_calls(self) -> Sequence[Any]:
+        """The calls of the last message."""
+        return self._added[-1].tool_calls
+
+    @property
     def last_turn(self) -> list[MessageIds]:
         """The last turn, whoever gave it, and what follows: its calls the next results answer."""
         if self.turn_start is not None:

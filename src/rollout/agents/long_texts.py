@@ -13,6 +13,7 @@ from rollout.worker_threads import WorkerThreads, may_leave_loop
 T = TypeVar("T")
 
 _TEXTS = (str, bytes, bytearray)
+_COLLECTIONS = (list, tuple, dict, Collection)  # the last one takes longest
 #: A message, or part of one, takes as long as so many characters at least.
 _OVERHEAD = 16
 #: By what threads that were left behind are counted.
@@ -39,20 +40,19 @@ def is_long(value: object, room: int = LONG) -> bool:
 
 def room_beside(value: object, room: int = LONG) -> int:
     """Characters that the texts in `value` leave of `room`; negative where they are more."""
-    waiting = [value]
-    while waiting and room >= 0:
-        item = waiting.pop()
-        if item is None:
-            continue
+    waiting: list[object] = [value]
+    for item in waiting:  # which grows meanwhile
         if isinstance(item, _TEXTS):
             room -= len(item)
-            continue
-        room -= _OVERHEAD
-        if isinstance(item, msgspec.Struct):
-            waiting += msgspec.structs.astuple(item)
-        elif isinstance(item, Collection) and getattr(item, "shape", None) != ():
-            room -= _OVERHEAD * len(item)
-            if room >= 0:
-                waiting.extend(item)
-                waiting.extend(item.values() if isinstance(item, Mapping) else ())
+        elif item is not None:
+            room -= _OVERHEAD
+            if isinstance(item, msgspec.Struct):
+                waiting += msgspec.structs.astuple(item)
+            elif isinstance(item, _COLLECTIONS) and getattr(item, "shape", None) != ():
+                room -= _OVERHEAD * len(item)
+                if room >= 0:
+                    waiting.extend(item)
+                    waiting.extend(item.values() if isinstance(item, Mapping) else ())
+        if room < 0:
+            break
     return room

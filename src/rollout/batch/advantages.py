@@ -179,9 +179,8 @@ class _Counted:
         numbers = (tensors["groups"], tensors["trajectories"])
         keys = torch.stack([torch.unique(each, return_inverse=True)[1] for each in numbers])
         pairs, own = torch.unique(keys[:, counted], dim=1, return_inverse=True)
-        found = torch.unique(pairs[0], return_inverse=True, return_counts=True)
-        self.groups: torch.Tensor = found[1]
-        self.sizes: torch.Tensor = found[2]
+        of_groups = torch.unique(pairs[0], return_inverse=True, return_counts=True)
+        self.groups, self.sizes = of_groups[1:]
         count = len(self.groups)
         self.rows: torch.Tensor = own.new_full(values.shape, count).index_copy(0, counted, own)
         first = own.new_full((count,), len(values)).scatter_reduce(0, own, counted, "amin")
@@ -220,8 +219,7 @@ class _Counted:
 def _check_tensors(values: dict[str, Any]) -> dict[str, torch.Tensor]:
     """On the CPU, whatever torch's default device is; those that were left out too."""
     tensors = {name: torch.as_tensor(each).detach().cpu() for name, each in values.items()}
-    rewards = tensors["rewards"]
-    count = rewards.numel()
+    rewards, count = tensors["rewards"], tensors["rewards"].numel()
     tensors.setdefault("trainable", rewards.new_ones(count, dtype=torch.bool))
     tensors.setdefault("trajectories", torch.arange(count, device="cpu"))
     if any(tensor.shape != (count,) for tensor in tensors.values()):

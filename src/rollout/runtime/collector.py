@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PYTHONS_OWN = ((700, 10, 10), (2000, 10, 10), (2000, 10, 0))
 #: The thresholds while a runtime is open. The middle generation is looked at with every second
 #: collection: what 10,000 trajectories have made since would stop the loop for long, in one piece.
-SELDOM = (10_000, 0, 20_000)
+SELDOM = (5_000, 0, 20_000)
 
 _lock = threading.Lock()
 #: The open runtimes of the process, and what undoes their changes once there are none.

@@ -170,7 +170,7 @@ class RolloutRuntime:
     ) -> AsyncIterator[MemoryObjectReceiveStream[Trajectory]]:
         """Trajectories as they end, in the order in which they do; leaving cancels the rest.
 
-        A slow consumer slows the admission of further members.
+        For a slow consumer as many wait as may run; then the admission of members slows down.
 
         Raises:
             PromptError: The prompts or another argument are unusable; nothing has been started.

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from rollout.scheduling.members import Member, MemberGroup
     from rollout.scheduling.scheduler import Scheduler
 
-#: Finished trajectories that wait for a slow receiver before members wait too.
-STREAM_BUFFER = 16
-
 
 class ListCall(Call):
     """A call that runs every member of a list's groups, each of which gets one outcome.
@@ -65,7 +62,9 @@ class ListCall(Call):
 
     def _begin(self) -> None:
         """Adopt the groups, those of a higher priority first."""
-        self._send, self.received = anyio.create_memory_object_stream[Trajectory](STREAM_BUFFER)
+        # A slow receiver has as many finished trajectories waiting as may run; then members wait.
+        room = self._config.max_in_flight
+        self._send, self.received = anyio.create_memory_object_stream[Trajectory](room)
         for group in sorted(self._batch, key=lambda group: -group.prompt.priority):
             group.join(self)
             self.groups.adopt(group)

@@ -25,7 +25,7 @@ Message = TypeVar("Message")
 #: Bytes read at once: about a millisecond of work for the reader.
 READ_BYTES = 256 * 1024
 #: Messages handled before other tasks run, and before the loop looks at its timers and sockets.
-FRAMES_A_ROUND = 16
+FRAMES_A_ROUND = 10
 #: An unauthenticated peer cannot make us buffer more than this.
 HANDSHAKE_FRAME_BYTES = 64 * 1024
 #: Bytes waiting to be written from which on callers should wait: eight prompts of 32k tokens.
