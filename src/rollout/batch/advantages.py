@@ -179,8 +179,9 @@ class _Counted:
         numbers = (tensors["groups"], tensors["trajectories"])
         keys = torch.stack([torch.unique(each, return_inverse=True)[1] for each in numbers])
         pairs, own = torch.unique(keys[:, counted], dim=1, return_inverse=True)
-        of_groups = torch.unique(pairs[0], return_inverse=True, return_counts=True)
-        self.groups, self.sizes = of_groups[1:]
+        found = torch.unique(pairs[0], return_inverse=True, return_counts=True)
+        self.groups: torch.Tensor = found[1]
+        self.sizes: torch.Tensor = found[2]
         count = len(self.groups)
         self.rows: torch.Tensor = own.new_full(values.shape, count).index_copy(0, counted, own)
         first = own.new_full((count,), len(values)).scatter_reduce(0, own, counted, "amin")

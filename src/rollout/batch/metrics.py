@@ -84,8 +84,7 @@ def batch_metrics(
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    finite = [value for value in values if math.isfinite(value)]
-    if not finite:
+    if not (finite := [value for value in values if math.isfinite(value)]):
         return {}
     mean = math.fsum(finite) / len(finite)
     return {f"{name}/min": min(finite), f"{name}/mean": mean, f"{name}/max": max(finite)}
