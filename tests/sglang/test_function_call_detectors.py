@@ -18,6 +18,10 @@ from rollout.chat import get_tool_parser
 from rollout.chat.parsers.registry import END_TOKENS, strip_stop
 from rollout.types import ToolCall
 
+#: SGLang's engines have run in this process before, and what is left of them starts and ends
+#: Python's resource tracker whenever it is collected.
+pytestmark = pytest.mark.rollout(allow_leaks=("processes",))
+
 THEIRS = {
     "gemma": "gemma4",
     "gpt_oss": "gpt-oss",
