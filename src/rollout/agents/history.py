@@ -132,7 +132,7 @@ class History:
     @property
     def last_calls(self) -> Sequence[Any]:
         """The calls of the last message."""
-        return self._added[-1].tool_calls
+        return self._added[-1].tool_calls if self._added else ()
 
     @property
     def last_turn(self) -> list[MessageIds]:
