@@ -275,6 +275,16 @@ def test_batch_odd_extra_values_are_kept_as_text_and_logged(
     ]
 
 
+def test_batch_of_a_prompt_whose_content_holds_itself_is_saved(tmp_path: Path) -> None:
+    part: dict[str, Any] = {"type": "text", "text": "hi"}
+    part["self"] = part
+    prompt = Prompt(messages=[{"role": "user", "content": [part]}])
+    collate(trajectories(prompt=prompt), LENGTHS, 0).save(tmp_path)
+    loaded = RolloutBatch.load(tmp_path)
+    assert len(loaded) == 2
+    assert loaded.trajectories[0].prompt == Prompt(messages=["<dict>"])
+
+
 def test_batch_values_that_fail_when_written_do_not_lose_the_batch(tmp_path: Path) -> None:
     class Sulky:
         def __repr__(self) -> str:
@@ -388,6 +398,8 @@ def test_batch_damaged_meta_is_refused(saved: Path) -> None:
     )
     path.write_text("{")
     assert reason(saved) == f"{path}: Input data was truncated"
+    path.write_bytes(json.dumps({**meta, "more": "x"}).encode().replace(b'"x"', b'"\xff"'))
+    assert reason(saved).startswith(f"{path}: 'utf-8' codec can't decode byte 0xff")
 
 
 def test_batch_edited_line_is_named(saved: Path) -> None:

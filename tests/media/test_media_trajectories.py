@@ -9,6 +9,7 @@ import os
 import struct
 import tracemalloc
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -173,6 +174,9 @@ PLAYLISTS = {
 @pytest.fixture(scope="module")
 def bad_media() -> dict[str, tuple[Any, str]]:
     """What a prompt or a tool may show, and what is said of it; made when it is wanted."""
+    another = [picture(seed=1)]
+    two_frames = saved(picture(), "gif", save_all=True, append_images=another, duration=100)
+    second = two_frames.rindex(b"\x21\xf9")
     return {
         "truncated": (image(encoded(picture())[:2000]), "a picture that cannot be decoded: "),
         "bomb": (image(header_of(30_000, 30_000)), "media.max_pixels"),
@@ -241,6 +245,10 @@ def bad_media() -> dict[str, tuple[Any, str]]:
             image(saved(picture(), "tiff", save_all=True, append_images=[picture()])),
             "an animated TIFF where one picture is expected",
         ),
+        "gif cut in its second frame": (image(two_frames[: second + 3]), "cannot be read"),
+        "file url without a host": (image("file://[x/a.png"), "cannot be read: ValueError"),
+        "odd frames": ([{"type": "video", "video": [Image.new("La", (8, 8))]}], "cannot be read"),
+        "percents of letters": (image("data:image/png;base64," + "%41" * 99), "not valid base64"),
         "nothing": ([{"type": "image"}], "is a part of type 'image' that holds nothing"),
         "a number": (image(3), "int: expected a PIL image"),
     }
@@ -406,6 +414,17 @@ GOOD: dict[str, tuple[Any, tuple[int, int]]] = {
     "palette": (picture().convert("P"), (60, 44)),
     "alpha": (picture().convert("RGBA"), (60, 44)),
 }
+
+
+def test_picture_that_is_loaded_by_many_at_once_is_itself() -> None:
+    shown = Image.open(io.BytesIO(saved(picture(1600, 1200), "jpeg")))
+    shown.load()
+    for _ in range(4):
+        unloaded = Image.open(io.BytesIO(saved(picture(1600, 1200), "jpeg")))
+        sources = [MediaSource("image", unloaded)] * 4
+        with ThreadPoolExecutor(4) as threads:
+            media = list(threads.map(read_media, sources, [MediaConfig()] * 4))
+        assert all(np.array_equal(decode(each), np.asarray(shown)) for each in media)
 
 
 @pytest.mark.parametrize(("value", "size"), GOOD.values(), ids=GOOD)

@@ -230,6 +230,16 @@ def test_prompt_files_broken_parquet_is_refused(tmp_path: Path) -> None:
         read_prompts(file)
 
 
+def test_prompt_files_parquet_with_a_column_that_python_cannot_hold_is_refused(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "prompts.parquet"
+    late = pa.array([2**60], pa.timestamp("ms"))
+    pq.write_table(pa.table({"prompt": ["a"], "at": late}), file)
+    with pytest.raises(PromptError, match=f"^prompts file {file} cannot be read as parquet: "):
+        read_prompts(file)
+
+
 def test_prompt_files_parquet_without_pyarrow_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

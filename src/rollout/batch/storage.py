@@ -272,5 +272,5 @@ def _read_meta(path: Path) -> _Meta:
 def _decode(content: bytes, path: Path, kind: type[T], *, strict: bool = True) -> T:
     try:
         return msgspec.json.decode(content, type=kind, strict=strict)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # of damaged bytes
         raise RolloutError(f"{path}: {error}") from error

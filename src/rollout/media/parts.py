@@ -5,6 +5,7 @@ Also what finds them where messages and the answers of tools must hold text alon
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +33,8 @@ _FILE_STARTS = (
     *(b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\x00", b"MM\x00*", b"OggS"),
     *(b"ID3", b"fLaC", b"\x1aE\xdf\xa3"),
 )
+#: Held while somebody's PIL image is read: loaded in two threads at once it becomes another one.
+LOADING = threading.Lock()
 #: Values of an answer that are searched; the text of more is cut in any case.
 _MAX_SEARCHED = 10_000
 

@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 from rollout.errors import MediaError
 from rollout.lazy import import_extra
 from rollout.media.limits import check_limit, check_pixels, explain_faults
-from rollout.media.parts import is_image, is_pixels
+from rollout.media.parts import LOADING, is_image, is_pixels
 from rollout.media.video import decode_video, read_frames, read_video
 from rollout.medium import Media
 
@@ -36,6 +36,8 @@ _CAMERA_JPEG = "MPO"
 _DEEP_MODES = ("I", "F")
 #: Characters of base64 that are decoded at once, whole groups of 4: others wait for so long.
 _BASE64_PIECE = 1 << 20
+#: What an encoder of URLs writes in the place of characters of base64, and of white space.
+_ESCAPED = {"%2B": "+", "%2F": "/", "%3D": "=", "%0A": "", "%0D": "", "%20": ""}
 _CANNOT_DECODE = "a picture that cannot be decoded"
 #: Types that stand for any.
 _ANY_MIME = ("", "application/octet-stream", "binary/octet-stream")
@@ -77,8 +79,8 @@ def read_media(source: MediaSource, limits: MediaConfig) -> Media:
         return _read(source, limits)
     except MediaError as error:
         raise MediaError(f"{source.where}: {error}") from None
-    except (MemoryError, OSError) as error:
-        raise MediaError(f"{source.where}: cannot be read: {error}") from None
+    except Exception as error:  # whatever a format's reader or a foreign object raises
+        raise MediaError(f"{source.where}: cannot be read: {error!r:.200}") from None
 
 
 def _read(source: MediaSource, limits: MediaConfig) -> Media:
@@ -120,15 +122,15 @@ def _decode_base64(text: str, start: int, limits: MediaConfig) -> bytes:
     size = (len(text) - start) * 3 // 4
     check_limit(limits, "max_bytes", size - 3, f"it has about {size} bytes")  # 3 of padding
     text = text[start:]
-    if "%" in text:
-        text = unquote(text)
-    text = "".join(text.split())  # broken into lines, as in mails
+    for escaped, character in _ESCAPED.items() if "%" in text else ():
+        text = text.replace(escaped, character).replace(escaped.lower(), character)
     try:
-        if 0 <= text.find("=") < len(text) - 2:
+        data = text.encode("ascii").translate(None, b" \t\r\n\v\f")  # in lines, as in mails
+        if 0 <= data.find(b"=") < len(data) - 2:
             raise ValueError("data after its padding")
         return b"".join(
-            binascii.a2b_base64(text[at : at + _BASE64_PIECE], strict_mode=True)
-            for at in range(0, len(text), _BASE64_PIECE)
+            binascii.a2b_base64(data[at : at + _BASE64_PIECE], strict_mode=True)
+            for at in range(0, len(data), _BASE64_PIECE)
         )
     except ValueError as error:
         raise MediaError(f"not valid base64: {error}") from None
@@ -209,9 +211,10 @@ def _encode_pixels(value: Any, limits: MediaConfig) -> Media:
             "below media.roots or a URL for the media_fetcher"
         )
     check_pixels(limits, value.width, value.height)
-    if _is_animated(value):
-        raise MediaError("an animated picture where a single one is expected")
-    image, file = _convert_to_rgb(value), io.BytesIO()
+    with LOADING:
+        if _is_animated(value):
+            raise MediaError("an animated picture where a single one is expected")
+        image, file = _convert_to_rgb(value), io.BytesIO()
     with explain_faults(_CANNOT_DECODE):  # one that is read while it is saved may be broken
         image.save(file, "png", compress_level=1)
     content = file.getvalue()

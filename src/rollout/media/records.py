@@ -60,7 +60,10 @@ def record_prompt_messages(messages: Any, read: Sequence[Message]) -> Any:
     own = read[: len(messages)]
     if any(message.parts for message in own):
         return [drop_contents(message) for message in own]
-    return _describe_media(messages)
+    try:
+        return _describe_media(messages)
+    except RecursionError:  # nested too deeply, or holding itself
+        return [f"<{type(each).__name__}>" for each in messages]
 
 
 def _shows_more_than_text(message: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rollout.errors import MediaError
 from rollout.lazy import import_extra
 from rollout.media.limits import check_decoded, check_limit, check_pixels, explain_faults
-from rollout.media.parts import is_image
+from rollout.media.parts import LOADING, is_image
 from rollout.medium import FRAMES_MIME, Media
 
 if TYPE_CHECKING:
@@ -141,7 +141,8 @@ def _stack_frames(frames: Sequence[Any], limits: MediaConfig) -> Any:
         if is_image(frame):
             check_pixels(limits, frame.width, frame.height)
             check_decoded(limits, len(frames), frame.width, frame.height)
-            arrays.append(np.asarray(frame.convert("RGB")))
+            with LOADING:
+                arrays.append(np.asarray(frame.convert("RGB")))
         else:
             arrays.append(frame)
     with explain_faults("expected frames that are images of one size, (H, W, 3)"):

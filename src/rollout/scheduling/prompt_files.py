@@ -99,10 +99,10 @@ def _read_parquet(source: Path, content: bytes) -> Iterator[tuple[str, Any]]:
             f"prompts file {source}: reading parquet needs pyarrow: pip install pyarrow"
         ) from None
     try:
-        table = pyarrow.parquet.read_table(pyarrow.BufferReader(content))
-    except (pyarrow.ArrowException, OSError) as error:
+        rows = pyarrow.parquet.read_table(pyarrow.BufferReader(content)).to_pylist()
+    except Exception as error:  # also what a column of an odd type raises
         raise PromptError(f"prompts file {source} cannot be read as parquet: {error}") from error
-    for number, row in enumerate(table.to_pylist(), start=1):
+    for number, row in enumerate(rows, start=1):
         yield f"row {number}", row
 
 
