@@ -269,6 +269,11 @@ class Clock(Limit):
         since = self.carried_since
         return self._carried_s + (0.0 if since is None else max(0.0, until - since))
 
+    def end_wait(self) -> None:
+        """Let a cancelled trajectory wait no more: its agent may have shielded itself."""
+        if self._resumed is not None:
+            self._resumed.set()
+
     async def wait_carried(self) -> None:
         """Wait until the trajectory is not carried."""
         if self.carried_since is not None:

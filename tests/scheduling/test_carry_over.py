@@ -56,6 +56,27 @@ async def alone(uid: str, text: str, **sections: Any) -> list[bytes]:
     return [t.transcript.ids_bytes() for t in batch.trajectories]
 
 
+@rollout.register_agent("shields_its_generation")
+class ShieldsItsGeneration(AgentLoop):
+    async def run(self, context: Any) -> None:
+        with anyio.CancelScope(shield=True):
+            await context.generate()
+
+
+async def test_carried_agent_that_shields_its_generation_ends_with_the_runtime() -> None:
+    agent = AgentConfig(name="shields_its_generation")
+    async with carrying(agent=agent):
+        pass
+
+
+async def test_agent_that_shields_its_wait_for_sleeping_engines_ends_with_the_runtime() -> None:
+    agent = AgentConfig(name="shields_its_generation")
+    async with rollout.open_rollout(config(agent=agent)) as runtime:
+        await runtime.sleep()
+        with anyio.move_on_after(0.1):
+            await runtime.generate([user("slow")])
+
+
 async def test_carried_trajectory_continues_first_from_its_tokens() -> None:
     async with carrying() as (runtime, source):
         statistics = runtime.statistics()

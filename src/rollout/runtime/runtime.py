@@ -516,3 +516,4 @@ class RolloutRuntime:
                 self._is_closing = self._sleep.is_over = True
                 with anyio.CancelScope(shield=True):  # until the calls use the engines no more
                     await self._scheduler.close()
+                    self.engines.refuse_requests()  # of code that has shielded itself

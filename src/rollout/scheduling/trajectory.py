@@ -139,6 +139,7 @@ class TrajectoryRun:
     def cancel(self) -> None:
         """Cancel the agent."""
         self.code.cancel()
+        self.clock.end_wait()
 
     def begin_again(self) -> None:
         """Begin another attempt, from the start; the tokens of this one are discarded."""

@@ -243,10 +243,15 @@ class EnginePool:
                     await self._wait_for_enough()
                     yield self
                 finally:
-                    self._tasks, self._requests.is_open = None, False
-                    self._requests.queue.call_all()
+                    self._tasks = None
+                    self.refuse_requests()
         finally:
             await self._weights.aclose()
+
+    def refuse_requests(self) -> None:
+        """Fail requests that wait for a replica, also those to come: the runtime is closing."""
+        self._requests.is_open = False
+        self._requests.queue.call_all()
 
     async def _wait_for_enough(self) -> None:
         """Return when `min_replicas` serve."""
