@@ -18,8 +18,8 @@ from rollout.chat import get_tool_parser
 from rollout.chat.parsers.registry import END_TOKENS, strip_stop
 from rollout.types import ToolCall
 
-#: SGLang's engines have run in this process before, and what is left of them starts and ends
-#: Python's resource tracker whenever it is collected.
+#: SGLang's engines have run in this process before. What is left of them is collected in any later
+#: test, where a child process that had ended was seen, probably Python's resource tracker.
 pytestmark = pytest.mark.rollout(allow_leaks=("processes",))
 
 THEIRS = {

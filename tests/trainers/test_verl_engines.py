@@ -29,20 +29,9 @@ with warnings.catch_warnings():
 
     from rollout.integrations.verl import CheckpointManager
     from rollout.integrations.verl.weights_backend import BACKEND, DiskCheckpointEngine
+    from tiny_models import TINY
 
-SIZES = {
-    "vocab_size": 264,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.3,
-    "bos_token_id": 1,
-    "eos_token_id": 258,
-    "pad_token_id": 256,
-}
+SIZES = {**TINY, "vocab_size": 264, "eos_token_id": 258, "pad_token_id": 256}
 ENGINE = "{kind: transformers, dtype: float32}"
 
 
