@@ -29,6 +29,7 @@ line is the result as JSON:
     collate_ratio          verl's padding of 1024 x (1024 + 4096) over `collate`, CPU
     collate_stall_ms       longest stall from the end of the last trajectory to `generate`'s return
     open_cpu_s, open_wall_s  from the first import until the embedded engine serves
+    open_over_imports        that CPU over importing torch, tensordict and transformers alone
     details                medians by case and side
 
 Our side alone, in this process, for a profiler:

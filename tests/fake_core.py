@@ -10,7 +10,20 @@ from collections.abc import AsyncIterator
 import anyio
 import msgspec
 
-from rollout.engine.core import Chunk, EngineInfo, EngineLoad, GenerationRequest, unpack_ids
+from rollout.engine.core import (
+    ALL_TAGS,
+    Capabilities,
+    Chunk,
+    EngineInfo,
+    EngineLoad,
+    GenerationRequest,
+    unpack_ids,
+)
+
+#: What the cores of tests say that they can do, and those that cannot are told to.
+ABLE = Capabilities(
+    weights=("disk", "tensors", "groups"), in_place=True, sleep_levels=(1, 2), sleep_tags=ALL_TAGS
+)
 
 
 class CountingCore:
@@ -27,6 +40,7 @@ class CountingCore:
             fingerprint="counting",
             max_requests=max_requests,
             core="counting",
+            capabilities=ABLE,
         )
         self._aborted: dict[str, anyio.Event] = {}
 

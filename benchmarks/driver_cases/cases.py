@@ -224,9 +224,14 @@ def padding(bench: Bench) -> None:
 
 
 def opening(bench: Bench) -> None:
-    """Until the embedded engine serves."""
-    found = alternate({"open": lambda: bench.once("driver_cases.opening", {})}, bench.sizes.rounds)
+    """Until the embedded engine serves; and how much of it is importing other packages."""
+
+    def act(what: str) -> Callable[[], Figures]:
+        return lambda: bench.once("driver_cases.opening", {"what": what})
+
+    found = alternate({what: act(what) for what in ("open", "imports")}, bench.sizes.rounds)
     bench.keep("open", found)
+    bench.figures["open_over_imports"] = ratio(found["open"], found["imports"], "cpu_s")
     bench.figures["open_cpu_s"] = median(found["open"], "cpu_s")
     bench.figures["open_wall_s"] = median(found["open"], "wall_s")
 

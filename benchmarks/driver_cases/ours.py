@@ -92,13 +92,15 @@ def config_of(plan: Plan) -> RolloutConfig:
     }
     response = max(plan.response, TURN_TOKENS * (plan.turns + 1))
     turns = max(DEFAULT_TURNS, plan.turns + 1)
+    # Counting takes a coroutine for each agent: not where what those take is measured.
+    agent = "tool_agent" if plan.barrier == "never" else "counted"
     return RolloutConfig(
         model=ModelConfig(path=plan.directory),
         engine=CustomEngine(core="driver_cases.instant_core:InstantCore", options=options),
         placement=LocalProcessPlacement(),
         limits=LimitsConfig(generation_s=HELD_S, turn_s=HELD_S),
         lengths=LengthsConfig(prompt=PROMPT_TOKENS, response=response),
-        agent=AgentConfig(name="counted", max_assistant_turns=turns, max_user_turns=turns),
+        agent=AgentConfig(name=agent, max_assistant_turns=turns, max_user_turns=turns),
         scheduling=SchedulingConfig(max_in_flight=plan.n),
         journal=JournalConfig(path=plan.journal or None),
         seed=0,

@@ -235,6 +235,22 @@ def test_batch_save_that_fails_leaves_the_earlier_batch(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == FILES
 
 
+def test_batch_save_over_what_cannot_be_replaced_names_that_file(tmp_path: Path) -> None:
+    (tmp_path / "samples.jsonl").mkdir()
+    named = f"{tmp_path / 'samples.jsonl'} cannot be written"
+    with pytest.raises(RolloutError, match=re.escape(named)):
+        collate(trajectories(), LENGTHS, 0).save(tmp_path, overwrite=True)
+
+
+def test_batch_of_prompts_with_parts_of_their_own_comes_back(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Hi", "parts": [{"digest": "sha", "of": 3}]}]
+    kept = trajectories(prompt=Prompt(messages=messages))
+    collate(kept, LENGTHS, 0).save(tmp_path)
+    prompt = RolloutBatch.load(tmp_path).trajectories[0].prompt
+    assert prompt is not None
+    assert prompt.messages == messages
+
+
 # What JSON cannot hold
 
 

@@ -16,13 +16,14 @@ import anyio
 import attrs
 import msgspec
 import pytest
+import torch
 
 from fake_core import CountingCore
 from faulty_cores import MortalCore, UpdatableCore
 from pools import generate, make_pool
 from rollout.engine.channel.child import ChildSpec
 from rollout.engine.channel.framing import FrameStream
-from rollout.engine.core import Chunk, EngineBroken, EngineLoad
+from rollout.engine.core import Capabilities, Chunk, EngineBroken, EngineLoad
 from rollout.engine.placement import ray as ray_placement
 from rollout.engine.placement.engine_process import encode_spec
 from rollout.engine.placement.in_process import InProcess
@@ -72,6 +73,44 @@ async def test_sleep_fails_and_the_wake_up_hangs_requests_go_on() -> None:
             await pool.sleep()
         with anyio.fail_after(60):
             assert await ask(pool, 100, 3) == [101, 102, 103]
+
+
+class ModestCore(UpdatableCore):
+    """Says that it can do less than there is to ask for."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        able = Capabilities(weights=("disk",), sleep_levels=(2,))
+        self.info = msgspec.structs.replace(self.info, capabilities=able)
+
+    async def sleep(self, level: int) -> None:
+        """Nothing to release."""
+
+    wake_up = sleep  # type: ignore[assignment]
+
+
+async def test_what_an_engine_does_not_say_it_can_is_refused_before_requests_are_cut_off() -> None:
+    pool, weights = pool_of("test_pool_mends:ModestCore", token_s=1.0), DiskWeights("any")
+    async with pool.serving(), anyio.create_task_group() as tasks:
+        tasks.start_soon(generate, pool, [5, 100], 5)
+        await anyio.sleep(2)
+        with pytest.raises(EngineError, match=r"engine-0: level = 1: counting has 2$"):
+            await pool.sleep(1)
+        with pytest.raises(EngineError, match=r"'tensors'; it takes disk$"):
+            await pool.update_weights(version=1, source=TensorWeights({"a": torch.ones(1)}))
+        with pytest.raises(EngineError, match="mode = 'in_place': counting cannot"):
+            await pool.update_weights(version=1, source=weights, mode="in_place")
+        (attempt,) = pool._requests.active
+        assert not attempt.is_interrupted
+    async with pool_of("test_pool_mends:ModestCore").serving() as pool:
+        await pool.sleep(2)
+        with pytest.raises(
+            EngineError, match=r"'weights'.*: counting takes back nothing by itself"
+        ):
+            await pool.wake_up(("weights",))
+        await pool.wake_up()
+        await pool.update_weights(version=1, source=weights)
+        assert pool.weight_version == 1
 
 
 class FlushesIdle(CountingCore):

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 import faulty_cores
+from fake_core import ABLE
 from faulty_cores import UpdatableCore
-from rollout.engine.core import Capabilities, SamplingParams, pack_ids
+from rollout.engine.core import SamplingParams, pack_ids
 from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.pool.generation import Generation
@@ -49,7 +50,9 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             super().__init__(**options)
             self.info = msgspec.structs.replace(
                 self.info,
-                capabilities=Capabilities(modalities=tuple(modalities), no_media=no_media),
+                capabilities=msgspec.structs.replace(
+                    ABLE, modalities=tuple(modalities), no_media=no_media
+                ),
             )
             self.seen: list[tuple[Media, ...]] = []
             made.append(self)

@@ -247,7 +247,18 @@ def bad_media() -> dict[str, tuple[Any, str]]:
         ),
         "gif cut in its second frame": (image(two_frames[: second + 3]), "cannot be read"),
         "file url without a host": (image("file://[x/a.png"), "cannot be read: ValueError"),
-        "odd frames": ([{"type": "video", "video": [Image.new("La", (8, 8))]}], "cannot be read"),
+        "deep frames": (
+            [{"type": "video", "video": [deep(), deep()]}],
+            "a picture of mode 'I;16': expected 8 bits for each channel",
+        ),
+        "frames of two sizes": (
+            [{"type": "video", "video": [picture(), picture(28, 28)]}],
+            "expected frames that are images of one size",
+        ),
+        "odd frames": (
+            [{"type": "video", "video": [Image.new("La", (8, 8))]}],
+            "a picture that cannot be decoded: ",
+        ),
         "percents of letters": (image("data:image/png;base64," + "%41" * 99), "not valid base64"),
         "nothing": ([{"type": "image"}], "is a part of type 'image' that holds nothing"),
         "a number": (image(3), "int: expected a PIL image"),
@@ -432,6 +443,13 @@ def test_picture_of_an_unusual_form_is_read(value: Any, size: tuple[int, int]) -
     medium = read_media(MediaSource("image", value), MediaConfig())
     assert (medium.width, medium.height) == size
     assert decode(medium).shape == (size[1], size[0], 3)
+
+
+def test_frames_are_shown_upright_as_pictures_are() -> None:
+    medium = read_media(MediaSource("video", [turned(), turned()]), MediaConfig())
+    assert decode(medium).shape == (2, 40, 30, 3)
+    single = read_media(MediaSource("image", turned()), MediaConfig())
+    assert np.array_equal(decode(medium)[0], decode(single))
 
 
 def test_path_object_is_a_path(tmp_path: Path) -> None:

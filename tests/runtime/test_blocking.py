@@ -331,8 +331,24 @@ def test_methods_on_the_runtimes_own_thread_are_refused_but_those_that_are_await
     assert runtime.statistics().running == 0
 
 
+def test_keyboard_interrupt_of_an_agent_is_its_calls_and_the_runtime_stays_usable(
+    runtime: BlockingRollout, request: pytest.FixtureRequest
+) -> None:
+    name = request.node.name
+
+    @rollout.register_agent(name)
+    class Pressing(rollout.AgentLoop):
+        async def run(self, context: rollout.AgentContext) -> None:
+            raise KeyboardInterrupt("the agent's own")
+
+    with pytest.raises(KeyboardInterrupt, match="the agent's own"):
+        runtime.generate([user("quick", agent_name=name), user("slow")])
+    assert runtime.statistics().running == 0
+    assert runtime.generate([user("quick")]).trajectories[0].answer == "ok"
+
+
 SCRIPT = """
-import sys
+import os, sys
 from test_blocking import SCENARIO, user
 from rollout import open_rollout_blocking
 runtime = open_rollout_blocking(SCENARIO.config())
@@ -342,6 +358,10 @@ try:
 except KeyboardInterrupt:
     print(runtime.generate([user("quick")]).trajectories[0].answer, flush=True)
 print(runtime.statistics().running, flush=True)
+child = os.fork()
+if child == 0:
+    sys.exit(7)  # a fork has neither the runtime's thread nor its engines
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 {end}
 """
 
@@ -360,7 +380,7 @@ def test_ctrl_c_in_a_blocking_call_passes_and_the_runtime_stays_usable(end: str)
     threading.Event().wait(0.3)  # let it get into the call; any moment would do
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=20)
-    assert out == "ok\n0\n"
+    assert out == "ok\n0\n7\n"
     assert process.returncode == 0
 
 

@@ -10,6 +10,7 @@ import logging
 import math
 from array import array
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -135,8 +136,9 @@ def trajectory_from_line(line: bytes, decode: Decode | None = None) -> Trajector
 def _read_media(message: Any) -> Any:
     """A message of a prompt; one with images or videos as the `Message` that was written."""
     parts = message.get("parts", ()) if isinstance(message, dict) else ()
-    if any(isinstance(part, dict) and "digest" in part for part in parts):
-        return msgspec.convert(message, Message, strict=False)
+    if isinstance(parts, list) and any(isinstance(p, dict) and "digest" in p for p in parts):
+        with suppress(msgspec.ValidationError):  # a data set may have such a key of its own
+            return msgspec.convert(message, Message, strict=False)
     return message
 
 

@@ -106,7 +106,8 @@ def write_batch(directory: Path, batch: Any, *, overwrite: bool) -> None:
                 path = directory / name
                 Path(aside, name).write_bytes(content)
             for name in files:  # the one with the checksums last
-                Path(aside, name).replace(directory / name)
+                path = directory / name
+                Path(aside, name).replace(path)
             if MEDIA not in files:  # an earlier batch's
                 (directory / MEDIA).unlink(missing_ok=True)
     except OSError as error:  # what stood aside takes up no room any more

@@ -14,7 +14,7 @@ import msgspec
 from rollout.medium import PlacedMedia
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
+    from collections.abc import AsyncIterator, Collection, Iterable
 
 FinishReason = Literal["stop", "length", "abort", "error", "rejected"]
 #: Of answers that were not cut short, whose counts are those of the whole request.
@@ -239,6 +239,32 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         able = self.capabilities
         kinds = " and ".join(f"{kind}s" for kind in sorted(able.modalities)) or "text only"
         return f"{kinds}: {able.no_media}" if able.no_media else kinds
+
+    def sleep_fault(self, level: int) -> str:
+        """Why the engine cannot sleep so deep; empty where it can."""
+        able = self.capabilities
+        if level in able.sleep_levels:
+            return ""
+        levels = ", ".join(map(str, able.sleep_levels)) or "none"
+        return able.no_sleep or f"level = {level}: {self.core or 'the engine'} has {levels}"
+
+    def wake_fault(self, tags: Collection[str]) -> str:
+        """Why the engine cannot take back these alone of what it released; empty where it can."""
+        able = self.capabilities.sleep_tags
+        if all(tag in able for tag in tags):
+            return ""
+        alone = ", ".join(able) or "nothing"
+        return f"tags = {sorted(tags)}: {self.core or 'the engine'} takes back {alone} by itself"
+
+    def weights_fault(self, kind: str, mode: str) -> str:
+        """Why the engine cannot be given weights of this kind, in this way; empty where it can."""
+        able, core = self.capabilities, self.core or "the engine"
+        if kind not in able.weights:
+            kinds = ", ".join(able.weights) or "none"
+            return f"{core} takes no weights of the kind {kind!r}; it takes {kinds}"
+        if mode == "in_place" and not able.in_place:
+            return f"mode = 'in_place': {core} cannot; expected 'wait' or 'abort_and_resume'"
+        return ""
 
     def media_fault(self, kinds: Iterable[str]) -> str:
         """Why the engine cannot be asked about these kinds of media; empty where it can."""

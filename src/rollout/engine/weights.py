@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import msgspec
 
@@ -34,6 +34,7 @@ class DiskWeights(msgspec.Struct, frozen=True, array_like=True, tag="disk"):
     restarted reads them from it.
     """
 
+    kind: ClassVar = "disk"
     path: str
 
     def __post_init__(self) -> None:
@@ -61,6 +62,7 @@ class DistributedWeights(
             it writes what it receives down for all of its machine.
     """
 
+    kind: ClassVar = "groups"
     host: str
     port: int
     world_size: int
@@ -86,6 +88,8 @@ class TensorWeights:
         tensors: Names and `torch.Tensor`s, on any device; an iterable is gone through once.
         directory: Where the files go; one in memory.
     """
+
+    kind: ClassVar = "tensors"
 
     def __init__(
         self,

@@ -16,12 +16,14 @@ from urllib.parse import unquote, urlsplit
 
 from rollout.errors import MediaError
 from rollout.lazy import import_extra
-from rollout.media.limits import check_limit, check_pixels, explain_faults
+from rollout.media.limits import check_decoded, check_limit, check_pixels, explain_faults
 from rollout.media.parts import LOADING, is_image, is_pixels
 from rollout.media.video import decode_video, read_frames, read_video
 from rollout.medium import Media
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     import numpy.typing as npt
 
@@ -93,7 +95,9 @@ def _read(source: MediaSource, limits: MediaConfig) -> Media:
         check_limit(limits, "max_bytes", len(value), f"it has {len(value)} bytes")
         return _check_file(bytes(value), mime, source, limits)
     if source.kind == "video":
-        return read_frames(value, source.fps, limits)
+        is_list = isinstance(value, list | tuple)
+        frames = _stack_frames(value, limits) if is_list else value
+        return read_frames(frames, source.fps, limits)
     return _encode_pixels(value, limits)
 
 
@@ -222,6 +226,22 @@ def _encode_pixels(value: Any, limits: MediaConfig) -> Media:
     return Media(
         kind="image", content=content, mime="image/png", width=image.width, height=image.height
     )
+
+
+def _stack_frames(frames: Sequence[Any], limits: MediaConfig) -> Any:
+    """(T, H, W, 3) of images and arrays of one size."""
+    import numpy as np
+
+    count, arrays = len(frames), []
+    check_limit(limits, "max_frames", count, f"it has {count}")
+    with explain_faults("expected frames that are images of one size, (H, W, 3)"):
+        for frame in frames:
+            width, height = frame.size if is_image(frame) else frame.shape[1::-1]
+            check_pixels(limits, width, height)
+            check_decoded(limits, count, width, height)
+            with LOADING:
+                arrays.append(np.asarray(_convert_to_rgb(frame) if is_image(frame) else frame))
+        return np.stack(arrays)
 
 
 def _convert_array(value: Any) -> Any:

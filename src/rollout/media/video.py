@@ -10,12 +10,9 @@ from typing import TYPE_CHECKING, Any
 from rollout.errors import MediaError
 from rollout.lazy import import_extra
 from rollout.media.limits import check_decoded, check_limit, check_pixels, explain_faults
-from rollout.media.parts import LOADING, is_image
 from rollout.medium import FRAMES_MIME, Media
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy as np
     import numpy.typing as npt
 
@@ -90,7 +87,7 @@ def _sample_indices(total: int, fps: float, limits: MediaConfig) -> tuple[int, .
 
 
 def read_frames(value: Any, fps: float | None, limits: MediaConfig) -> Media:
-    """The medium of frames: an array (T, H, W, 3) of uint8, or images and arrays of one size.
+    """The medium of frames: an array (T, H, W, 3) of uint8.
 
     Raises:
         MediaError: They are no such frames, or past a limit.
@@ -101,8 +98,6 @@ def read_frames(value: Any, fps: float | None, limits: MediaConfig) -> Media:
     if fps is not None and not (is_rate and 0 < fps <= 1000):
         raise MediaError(f"fps = {fps!r}: expected frames a second, above 0")
     rate = ASSUMED_FPS if fps is None else float(fps)
-    if isinstance(value, list | tuple):
-        value = _stack_frames(value, limits)
     shape = tuple(getattr(value, "shape", ()))
     if len(shape) != 4 or shape[3] != 3 or str(value.dtype) != "uint8" or not shape[0]:
         given = f"{value.dtype} {shape}" if shape else type(value).__name__
@@ -130,23 +125,6 @@ def read_frames(value: Any, fps: float | None, limits: MediaConfig) -> Media:
 
 def _check_seconds(seconds: float, limits: MediaConfig) -> None:
     check_limit(limits, "max_seconds", seconds, f"it takes {seconds:.1f} s")
-
-
-def _stack_frames(frames: Sequence[Any], limits: MediaConfig) -> Any:
-    import numpy as np
-
-    check_limit(limits, "max_frames", len(frames), f"it has {len(frames)}")
-    arrays: list[Any] = []
-    for frame in frames:
-        if is_image(frame):
-            check_pixels(limits, frame.width, frame.height)
-            check_decoded(limits, len(frames), frame.width, frame.height)
-            with LOADING:
-                arrays.append(np.asarray(frame.convert("RGB")))
-        else:
-            arrays.append(frame)
-    with explain_faults("expected frames that are images of one size, (H, W, 3)"):
-        return np.stack(arrays)
 
 
 def decode_video(media: Media) -> Pixels:

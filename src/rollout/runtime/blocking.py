@@ -6,6 +6,7 @@ import atexit
 import functools
 import inspect
 import logging
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -84,6 +85,8 @@ class _Call(Future[Any]):
             try:
                 value = self._function()
                 self.set_result(await value if inspect.isawaitable(value) else value)
+            except KeyboardInterrupt as error:  # an agent's own: Ctrl-C reaches the main thread
+                self.set_exception(error)
             except BaseException as error:
                 is_over = find_propagating(error) is not None
                 self.set_exception(RolloutError("the runtime is closed") if is_over else error)
@@ -244,7 +247,7 @@ class BlockingRollout:
         refuse_while_imported("open_rollout_blocking")
         if _runs_trio():
             raise NotEnteredError(f"open_rollout_blocking is called in a task; {HOW_TO_OPEN}")
-        self._host = self
+        self._host, self._process = self, os.getpid()
         self._lock, self._closing = threading.Lock(), threading.Lock()
         self._is_open = True  # guarded by `_lock`
         with ExitStack() as stack:
@@ -307,6 +310,8 @@ class BlockingRollout:
             RolloutError: It is called on the runtime's own thread, which it would wait for.
             Exception: What closing the runtime raised.
         """
+        if os.getpid() != self._process:  # a fork, which has neither its thread nor its engines
+            return
         self._refuse_thread("close")
         atexit.unregister(self.close)
         with self._closing:  # a second thread returns when the first one has closed it

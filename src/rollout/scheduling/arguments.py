@@ -160,7 +160,7 @@ def check_prompts(prompts: Sequence[Prompt]) -> list[str]:
     for index, prompt in enumerate(prompts):
         faults += [f"prompts[{index}].{fault}" for fault in find_faults(prompt)]
         uid = f"prompt-{index}" if prompt.uid is None else prompt.uid
-        if first.setdefault(uid, index) != index:
+        if isinstance(uid, str) and first.setdefault(uid, index) != index:
             faults.append(
                 f"prompts[{index}].uid = {uid!r}: the uid of prompts[{first[uid]}] "
                 "too; uids must be unique within a call"

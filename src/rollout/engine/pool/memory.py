@@ -55,8 +55,9 @@ class MemoryManager:
                 are awake, and requests resume.
         """
         for replica in self._replicas:
-            if replica.channel is not None and replica.channel.info.capabilities.no_sleep:
-                raise EngineError(f"{replica.name}: {replica.channel.info.capabilities.no_sleep}")
+            fault = "" if replica.channel is None else replica.channel.info.sleep_fault(level)
+            if fault:
+                raise EngineError(f"{replica.name}: {fault}")
         if not self._requests.is_admission_blocked:
             self._requests.is_admission_blocked = True
             self._requests.pause_deadlines(running=True)
@@ -75,10 +76,16 @@ class MemoryManager:
         """Take memory back; once all of it is, requests resume.
 
         Raises:
-            EngineError: A replica could not; it is restarted.
+            EngineError: A replica cannot take back that part alone, and all sleep on; or it could
+                not, and is restarted.
         """
         wanted = frozenset(tags)
-        woken, self._released = self._released & wanted, self._released - wanted
+        woken, rest = self._released & wanted, self._released - wanted
+        for replica in self._replicas if rest else ():
+            fault = "" if replica.channel is None else replica.channel.info.wake_fault(woken)
+            if fault:
+                raise EngineError(f"{replica.name}: {fault}")
+        self._released = rest
         try:
             if woken:
                 await self._do_on_each(partial(_wake, woken))

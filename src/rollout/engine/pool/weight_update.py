@@ -132,6 +132,9 @@ class WeightUpdater:
         if isinstance(source, DistributedWeights):
             check_broadcast(source, serving)
         for replica in serving:
+            assert replica.channel is not None
+            if fault := replica.channel.info.weights_fault(source.kind, mode):
+                raise EngineError(f"{replica.name}: {fault}")
             if mode == "wait" and replica.released and replica.in_flight:
                 why = "sleeps with requests under way, which end after wake_up only"
                 raise EngineError(f"mode = 'wait': {replica.name} {why}; expected another mode")
