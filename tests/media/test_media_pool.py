@@ -173,5 +173,5 @@ async def test_pool_engines_that_take_other_media_are_not_mixed(cores: list[Any]
     with pytest.raises(EngineError) as caught:
         async with pool_of(["image"], []).serving():
             pass
-    assert "the other engines" in str(caught.value)
+    assert "capabilities.modalities = (), the other engines" in str(caught.value)
     assert "expected the same of all" in str(caught.value)

@@ -211,7 +211,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     eos_ids: tuple[int, ...]
     context_length: int
     fingerprint: str
-    max_requests: int
+    max_requests: AtLeastOne
     max_running: Natural = 0
     weight_version: int = 0
     core: str = ""

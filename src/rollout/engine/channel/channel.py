@@ -157,6 +157,8 @@ class Channel:
             try:
                 self._frames.send_nowait(Command(number, operation, interrupts))
                 await done.wait()
+            except FrameTooLongError as error:
+                raise EngineError(f"{self.name}: the operation does not fit: {error}") from None
             finally:
                 del self._commands[number]
             if answers:

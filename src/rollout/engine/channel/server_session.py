@@ -268,20 +268,23 @@ class ServerSession:
         try:
             async for answer in chunks:
                 is_over = answer.finish_reason is not None
+                count = request.count
                 chunk = self._adopt(request, answer, start)
-                self._deliver(request, chunk)
+                self._deliver(request, chunk, is_next=chunk.offset == count)
                 if is_over:
                     return chunk.finish_reason is not None
                 await self._frames.wait_for_room()
         finally:
             # Closing it aborts the request; an iterator need not be a generator.
             close = getattr(chunks, "aclose", None)
-            if close is not None:
-                await close()
-            elif not is_over:
-                self._core.abort_nowait(wanted.request_id)
-            request.core_id = ""
-            self._parked.notify()
+            try:
+                if close is not None:
+                    await close()
+                elif not is_over:
+                    self._core.abort_nowait(wanted.request_id)
+            finally:
+                request.core_id = ""
+                self._parked.notify()
         self._flush(request)
         self._fail(request.submit.request_id, "the engine ended its answer without saying why")
         return True
@@ -314,14 +317,16 @@ class ServerSession:
 
     # Chunks are coalesced: tokens wait until there are enough of them, or for long enough.
 
-    def _deliver(self, request: _ServerRequest, chunk: Chunk) -> None:
+    def _deliver(self, request: _ServerRequest, chunk: Chunk, *, is_next: bool) -> None:
         waiting = request.waiting
-        if waiting and not _continues(waiting[-1], chunk):
+        if waiting and not (is_next and _continues(waiting[-1], chunk)):
             self._flush(request)
         waiting.append(chunk)
         count = chunk.offset + len(chunk.ids) // 4 - waiting[0].offset
-        # One that contradicts itself goes alone: the client refuses it, and none with it.
-        if chunk.finish_reason or count >= self._interval or not _is_sound(chunk):
+        # One that contradicts itself, or says something again, goes alone: the client refuses it
+        # or drops it, and none with it.
+        is_whole = is_next and _is_sound(chunk)
+        if chunk.finish_reason or count >= self._interval or not is_whole:
             self._flush(request)
         else:
             self._has_waiting_tokens.notify()

@@ -6,6 +6,7 @@ import logging
 import secrets
 from collections.abc import Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -20,7 +21,7 @@ from rollout.limits import cleanup_scope
 from rollout.scopes import find_propagating, open_task_group
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable
 
     from anyio.abc import ByteStream
 
@@ -70,17 +71,20 @@ class InProcess:
                 if hasattr(core, hook):
                     setattr(core, hook, act)
             server = EngineServer(core, secret)
-            tasks.start_soon(watch_core, core, die)
 
-            async def serve(stream: MemoryByteStream) -> None:
-                streams.add(stream)
+            async def run_guarded(code: Callable[[], Awaitable[object]]) -> None:
                 try:
-                    await server.serve_connection(stream)
+                    await code()
                 except BaseException as error:
                     if find_propagating(error) is not None:
                         raise
                     logger.error("%s: its core failed; it is lost", name, exc_info=error)
                     die()  # as a process of its own would
+
+            async def serve(stream: MemoryByteStream) -> None:
+                streams.add(stream)
+                try:
+                    await run_guarded(partial(server.serve_connection, stream))
                 finally:
                     streams.discard(stream)
 
@@ -93,12 +97,13 @@ class InProcess:
                 tasks.start_soon(serve, theirs)
                 return ours
 
+            tasks.start_soon(run_guarded, partial(watch_core, core, die))
             try:
                 yield ReplicaHandle(connect, secret, died)
             finally:
                 server.cancel_operation()
                 with cleanup_scope(CORE_CLOSE_S):
-                    await core.aclose()
+                    await run_guarded(core.aclose)
 
     async def release(self, name: str) -> None:
         """Nothing is kept."""

@@ -386,26 +386,34 @@ class Generation:
         """Append a chunk's tokens; how many, 0 where all were taken before.
 
         Raises:
-            ChunkFault: Tokens are missing before it, or what comes with them does not match them;
-                nothing was taken.
+            ChunkFault: Tokens are missing before it, are there twice or are too many, or what comes
+                with them does not match them; nothing was taken.
         """
         size = len(chunk.ids)
         if size % 4 or len(chunk.log_probs) != size:
             raise ChunkFault(f"{size} bytes of ids with {len(chunk.log_probs)} bytes of log-probs")
+        log_probs = array("f", chunk.log_probs)
+        if not math.isfinite(sum(log_probs)):
+            raise ChunkFault(f"log-probs {log_probs.tolist()!r:.80}")
         self._check_top(chunk)
         self._check_experts(chunk)
         part = self.last_part
         known = self.count if part is None else part.count
         if chunk.offset > known:
             raise ChunkFault(f"tokens {known} to {chunk.offset} are missing")
+        if chunk.offset < known < chunk.offset + size // 4:
+            raise ChunkFault(f"tokens {chunk.offset} to {known} are there twice, beside new ones")
         count = size // 4 if chunk.offset == known else 0
+        if part is not None and count > self.tokens_left:
+            most = self.sampling.max_new_tokens
+            raise ChunkFault(f"{self.count + count} tokens; at most {most} were wanted")
         if chunk.offset == known and (chunk.top_ids or chunk.routed_experts):
             self._append_rare(chunk)
         if count:
             if not self.ids:
                 self.ids, self.log_probs = array("i"), array("f")
             self.ids.frombytes(chunk.ids)
-            self.log_probs.frombytes(chunk.log_probs)
+            self.log_probs += log_probs
             if part is not None:
                 part.count += count
             if self.versions and self.versions[-1][0] == chunk.weight_version:

@@ -17,7 +17,7 @@ import msgspec
 from rollout.engine.channel.channel import watch_silence
 from rollout.engine.channel.framing import Notifier
 from rollout.engine.channel.messages import ChannelSettings, ClientExpectations
-from rollout.engine.core import ALL_TAGS, TAGS_OF_LEVEL
+from rollout.engine.core import ALL_TAGS, TAGS_OF_LEVEL, Capabilities
 from rollout.engine.cores.checks import check_ids
 from rollout.engine.pool.memory import MemoryManager, check_level, check_tags
 from rollout.engine.pool.replica import (
@@ -268,24 +268,28 @@ class EnginePool:
         Cancellation leaves nothing of it.
 
         Raises:
-            EngineError: It did not start.
+            EngineError: It did not start, or `load_share` is no number above 0.
         """
         if self._tasks is None:
             raise EngineError("the engines are closed")
+        is_number = isinstance(load_share, int | float) and not isinstance(load_share, bool)
+        if not (is_number and 0 < load_share < math.inf):
+            raise EngineError(f"load_share = {load_share!r:.80}: expected a number > 0")
         replica = self._make_replica(None, load_share)
         self._tasks.start_soon(replica.run)
-        why = "the engines were closed"
+        why, is_serving = "the engines were closed", False
         try:
             await replica.tried.wait()
+            is_serving = replica.starts > 0
             if replica.is_leaving:
                 why = "it was removed"
         finally:
-            if replica.starts == 0:
+            if not is_serving:  # or its caller, who is cancelled, does not learn that it is
                 replica.remove()
                 with anyio.CancelScope(shield=True):
                     await replica.gone.wait()
                 del self._replicas[replica.name]
-        if replica.starts == 0:
+        if not is_serving:
             raise replica.start_error or EngineError(f"{replica.name}: {why} while it started")
         return replica.name
 
@@ -348,18 +352,20 @@ class EnginePool:
     async def _prepare(self, replica: Replica, channel: Channel) -> None:
         """Check a connected replica, and give it the current weights, asleep as the others are."""
         found, shared = channel.info, self._info or channel.info
-        length = min(found.context_length, shared.context_length)  # any may get any request
-        self._info = msgspec.structs.replace(shared, context_length=length)
         if found.fingerprint != shared.fingerprint:
             raise EngineError(
                 f"{replica.name} serves model {found.fingerprint}, the other engines "
                 f"{shared.fingerprint}"
             )
-        if set(found.capabilities.modalities) != set(shared.capabilities.modalities):
-            raise EngineError(
-                f"{replica.name} takes {found.describe_modalities()}, the other engines "
-                f"{shared.describe_modalities()}; expected the same of all"
-            )
+        for name in Capabilities.__struct_fields__:
+            able, others = (getattr(each.capabilities, name) for each in (found, shared))
+            if able != others:
+                raise EngineError(
+                    f"{replica.name} has capabilities.{name} = {able!r}, the other engines "
+                    f"{others!r}; expected the same of all"
+                )
+        length = min(found.context_length, shared.context_length)  # any may get any request
+        self._info = msgspec.structs.replace(shared, context_length=length)
         while True:
             await self._weights.bring_up(replica, channel)
             await self._memory.bring_up(replica, channel)

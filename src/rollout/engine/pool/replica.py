@@ -203,7 +203,10 @@ class Replica:
                         async with AsyncExitStack() as stack:
                             channel = await self._connect(handle, give_up_at, stack)
                             self._settle_loss(is_process_lost=False)
-                            served_s += await self._serve(channel, handle)
+                            session_s = await self._serve(channel, handle)
+                        served_s += session_s
+                        if give_up_at is not None and session_s < RECONNECT_PAUSE_S:
+                            raise ChannelError(f"{self.last_error}, after {session_s:.2f} s")
                         give_up_at = anyio.current_time() + settings.channel.reconnect_s
                     except ChannelError as error:
                         if give_up_at is None:

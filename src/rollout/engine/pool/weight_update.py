@@ -196,7 +196,8 @@ class WeightUpdater:
                 self._router.set_weights(replica.name, weights.version)
                 self._requests.queue.call_next()
             for request in replica.requests:
-                request.resume()
+                if not self._requests.is_admission_blocked:  # else they wait, asleep
+                    request.resume()
                 if interrupts:
                     self._router.renew(request.parts[-1], request.prompt_tokens)
         except EngineError as error:
