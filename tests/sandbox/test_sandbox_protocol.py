@@ -403,10 +403,25 @@ async def test_download_of_links_devices_and_too_much_is_refused(
         assert [*tmp_path.iterdir()] == []
 
 
+async def test_download_that_fails_leaves_no_archive(provider: str, tmp_path: Path) -> None:
+    async with opened(provider) as sandbox:
+        sandbox.env = {**sandbox.env, "TMPDIR": f"{sandbox.workdir}/tmp"}
+        await sandbox.exec("mkdir much tmp bin; truncate -s 1G much/x")
+        with pytest.raises(SandboxLimit, match=r"^much has more than 1000000 bytes$"):
+            await sandbox.download("much", tmp_path / "got", max_bytes=10**6)
+        if provider != "container":  # the tar of busybox is part of its shell
+            await sandbox.write_file("bin/tar", "#!/bin/sh\necho half; exit 3", mode=0o755)
+            sandbox.env["PATH"] = f"{sandbox.workdir}/bin:/usr/bin:/bin"
+            with pytest.raises(SandboxError, match="exit code 3"):
+                await sandbox.download("bin", tmp_path / "got")
+        assert (await sandbox.exec("ls tmp")).stdout == b""
+    assert [*tmp_path.iterdir()] == []
+
+
 #: Answers whoever asks with an archive that has one member of the name in $NAME.
 TAR = """#!/usr/bin/env python3
 import io, os, sys, tarfile
-with tarfile.open(sys.argv[2], mode="w") as archive:
+with tarfile.open(fileobj=sys.stdout.buffer, mode="w|") as archive:
     archive.addfile(tarfile.TarInfo(os.environ["NAME"]), io.BytesIO())
 """
 
@@ -483,6 +498,13 @@ async def test_wrong_arguments_are_refused_before_anything_runs(provider: str) -
             await sandbox.exec(["a\0b"])
         with pytest.raises(ValueError, match="command"):
             await sandbox.exec([])
+        words: list[Any] = ["echo", 1]
+        with pytest.raises(ValueError, match=r"command = \['echo', 1\]: expected words"):
+            await sandbox.exec(words)
+        seconds: list[Any] = [float("nan"), "1"]
+        for timeout_s in seconds:
+            with pytest.raises(ValueError, match=f"timeout_s = {timeout_s!r}: expected seconds"):
+                await sandbox.exec("true", timeout_s=timeout_s)
         wrong: list[Any] = [{"A=B": "x"}, {"": "x"}, {"A": 1}, {"A": "x\0"}]
         for variables in wrong:
             with pytest.raises(ValueError, match=r"env\["):

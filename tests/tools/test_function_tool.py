@@ -369,6 +369,14 @@ def test_function_tool_wrong_argument_is_named(arguments: dict[str, Any], fault:
     assert str(caught.value) == f"invalid arguments for 'draw': {fault}"
 
 
+def test_function_tool_wrong_arguments_without_end_have_the_first_named() -> None:
+    for count, end in ((20, "as an integer"), (30, "as an integer; and more")):
+        with pytest.raises(ToolError) as caught:
+            draw.check({"size": 1, "points": [], "labels": {f"a{n}": "" for n in range(count)}}, {})
+        assert str(caught.value).count("[key]") == 20
+        assert str(caught.value).endswith(end)
+
+
 def test_function_tool_checked_arguments_have_the_types_of_the_function() -> None:
     room = {"corners": [{"x": 2, "unit": "fahrenheit"}]}
     arguments = {"size": 1, "points": [{"x": 1}], "units": {"a": ["celsius"]}}
@@ -394,7 +402,8 @@ async def test_function_tool_prompt_kwargs_override_the_models(threads: WorkerTh
     session = await get_weather.open(make_context(threads, days=5))
     arguments = get_weather.check({"city": "Oslo", "days": 1}, {"days": 5})
     call = ToolCall(name="get_weather", arguments=arguments)
-    assert await session.execute(call) == {"city": "Oslo", "unit": Unit.CELSIUS, "days": 5}
+    found = {"city": "Oslo", "unit": Unit.CELSIUS, "days": 5}
+    assert (await session.execute(call)).data == found
 
 
 @pytest.mark.anyio

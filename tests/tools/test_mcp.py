@@ -9,12 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import psutil
 import pytest
 from anyio.abc import ByteStream, Process
@@ -214,6 +216,50 @@ async def test_server_that_cannot_be_used_is_named(server: Any, options: Any, er
         async with connect_mcp(server, **options):
             pytest.fail("connected")
     assert servers() == []
+
+
+@pytest.mark.anyio
+async def test_server_that_says_much_before_it_fails_has_its_last_lines_shown() -> None:
+    program = "import sys; sys.stderr.write('x' * 3_000_000 + '\\n'); sys.exit('no key')"
+    with pytest.raises(ToolError, match=r"xxx\n    no key$") as caught:
+        async with connect_mcp([sys.executable, "-c", program]):
+            pytest.fail("connected")
+    assert len(str(caught.value)) < 20_000
+
+
+@pytest.mark.anyio
+async def test_server_that_can_be_called_keeps_no_file_of_what_it_has_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    open_file, files = tempfile.TemporaryFile, list[Any]()
+
+    def note(*args: Any, **options: Any) -> Any:
+        files.append(open_file(*args, **options))
+        return files[-1]
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", note)
+    command = 'head -c 3000000 /dev/zero >&2; exec "$0" "$1"'
+    async with connect_mcp(["sh", "-c", command, *SERVER]):
+        assert [os.fstat(file.fileno()).st_size for file in files] == [0]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("arguments", [{"count": "\ud800"}, {"\ud800": 1}, {"count": object()}])
+async def test_call_that_cannot_be_written_is_refused_and_others_are_answered(
+    context: ToolContext, arguments: dict[str, Any]
+) -> None:
+    async with connect_mcp(SERVER) as tools, anyio.create_task_group() as tasks:
+        others: list[str] = []
+
+        async def nap() -> None:
+            others.append(await read(tools, context, "nap", seconds=0.2))
+
+        tasks.start_soon(nap)
+        await anyio.lowlevel.checkpoint()
+        failure = await read_failure(tools, context, "much", **arguments)
+        assert re.fullmatch("arguments: .*; expected JSON", failure)
+        assert await read(tools, context, "much", count=2) == "xx"
+    assert others == ["awake"]
 
 
 # Servers that end or freeze

@@ -321,6 +321,38 @@ async def test_run_exception_of_a_tool_is_an_error_result(
     assert results == [failed(text), ToolResult("done")]
 
 
+class OddText(str):
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        raise RuntimeError("no length")
+
+
+class OddNumber(float):
+    def __float__(self) -> float:
+        raise RuntimeError("no number")
+
+
+@pytest.mark.anyio
+async def test_run_odd_values_of_an_answer_reach_no_sibling(
+    executor: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    measured = ToolResult("x", metrics={"m": OddNumber(1)})
+    answers: list[Any] = [OddText("a"), ToolResult(OddText("b")), measured]
+    odd = [Recorder(f"t{n}", [], execute=returning(each)) for n, each in enumerate(answers)]
+    odd[0].actions["reward"] = returning(OddNumber(1))
+    tools = opened(executor(*odd, wait))
+    results = await run(tools, *[call(each.name) for each in odd], call("wait", seconds=1))
+    assert results == [
+        ToolResult("a"),
+        ToolResult("b"),
+        failed("RuntimeError: no number"),
+        ToolResult("done"),
+    ]
+    assert await tools.calc_rewards() == []
+    assert "'t0': calc_reward failed: RuntimeError: no number" in caplog.text
+
+
 @pytest.mark.anyio
 async def test_run_calls_past_the_cap_are_answered_unexecuted(executor: Open) -> None:
     log: list[str] = []
@@ -777,6 +809,23 @@ async def test_sync_function_runs_in_a_thread_and_calls_meet(executor: Open) -> 
     assert [result.data for result in results] == [
         {"name": name, "in_main": False} for name in "abc"
     ]
+
+
+@real_clock
+@pytest.mark.anyio
+async def test_sync_function_has_its_answer_made_to_json_in_its_thread(executor: Open) -> None:
+    class Rows:
+        def tolist(self) -> list[int]:
+            threads.append(threading.current_thread())
+            return [1]
+
+    @function_tool(schema={"name": "rows"})
+    def rows():  # type: ignore[no-untyped-def]
+        return Rows()
+
+    threads: list[threading.Thread] = []
+    assert (await run(opened(executor(rows)), call("rows")))[0].text == "[1]"
+    assert threading.current_thread() not in threads
 
 
 @real_clock

@@ -7,10 +7,12 @@ made of ``exec``, ``read_file`` and ``write_file``, so it is the same on every p
 from __future__ import annotations
 
 import io
+import math
 import os
 import shlex
 import stat
 import tarfile
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -53,8 +55,13 @@ _DESCRIBE = (
     'if [ -L "$1" ]; then echo link; elif [ -d "$1" ]; then echo directory; '
     'elif [ -x "$1" ]; then echo program; fi'
 )
-#: Into a file, since what providers hand on may be text alone.
-_PACK = 'f=$(mktemp) && tar -cf "$f" -C "$1" . && echo "$f"'
+#: Into a file, since what providers hand on may be text alone; of no more than $2 bytes, or it is
+#: none. A plain shell tells the exit code of a pipe's last command alone: tar's is written down.
+_PACK = (
+    'f=$(mktemp) || exit 1; c=$({ { tar -cf - -C "$1" . || echo "$?" >&3; } | '
+    'head -c "$(($2 + 1))" >"$f"; } 3>&1); h=$?; [ "$(wc -c <"$f")" -le "$2" ] || c=27; '
+    '[ "$h$c" = 0 ] && echo "$f" || { rm -f "$f"; exit "${c:-$h}"; }'
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -186,8 +193,10 @@ class Sandbox:
         """
         self.check_open()
         argv = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
-        if not argv or any("\0" in word for word in argv):
+        if not argv or not all(isinstance(word, str) and "\0" not in word for word in argv):
             raise ValueError(f"command = {command!r:.200}: expected words without NUL")
+        if not (timeout_s is None or (isinstance(timeout_s, Real) and timeout_s > -math.inf)):
+            raise ValueError(f"timeout_s = {timeout_s!r:.80}: expected seconds, or None")
         variables = {**self.env, **(env or {})}
         for name, value in variables.items():
             if not isinstance(value, str) or not name or "=" in name or "\0" in name + value:
@@ -258,11 +267,15 @@ class Sandbox:
             data = await self.read_file(source, max_bytes=max_bytes)
             mode = 0o755 if kind == b"program" else 0o644
             return await anyio.to_thread.run_sync(_write_local, target, data, mode)
-        packed = await self._run_script(_PACK, source)
+        # It may be larger than its files by an eighth and a MiB.
+        most = max_bytes + max_bytes // 8 + MIB
+        packed = await self._run_script(_PACK, source, str(most))
+        if packed.exit_code == 27:
+            raise SandboxLimit(f"{path} has more than {max_bytes} bytes")
         check_exit(packed, f"download of {path}")
         archive = packed.stdout.decode().strip()
-        try:  # which may be larger than its files by an eighth and a MiB
-            data = await self.read_file(archive, max_bytes=max_bytes + max_bytes // 8 + MIB)
+        try:
+            data = await self.read_file(archive, max_bytes=most)
         finally:
             await self.exec(["rm", "-f", archive])
         return await anyio.to_thread.run_sync(_unpack, data, target, path, max_bytes)

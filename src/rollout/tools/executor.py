@@ -173,6 +173,13 @@ def _make_tool(tool: Tool | Callable[..., Any]) -> Tool:
     return tool
 
 
+async def _ask_reward(session: ToolSession) -> float | None:
+    value: Any = await session.calc_reward()
+    if (reward := read_reward(value)) is None and value is not None:
+        raise ToolError(f"it returned {value!r:.80}; expected a finite number")
+    return reward
+
+
 def _refuse_equal_names(tools: Sequence[Tool]) -> None:
     homes = defaultdict[str, list[str]](list)
     for tool in tools:
@@ -456,11 +463,9 @@ class TrajectoryTools:
             if type(session).calc_reward is ToolSession.calc_reward:
                 continue
             limit = Clock(Deadline.after(self._executor._tool_s, "limits.tool_s"))
+            what, ask = f"calc_reward of tool {name!r}", partial(_ask_reward, session)
             try:
-                what = f"calc_reward of tool {name!r}"
-                value: Any = await attempt(session.calc_reward, limit=limit, what=what)
-                if (reward := read_reward(value)) is None and value is not None:
-                    raise ToolError(f"it returned {value!r:.80}; expected a finite number")
+                reward = await attempt(ask, limit=limit, what=what)
             except ToolError as error:
                 if session.decides_reward:
                     raise ToolError(f"tool {name!r}: calc_reward failed: {error}") from error

@@ -27,6 +27,7 @@ from rollout.tools.results import ToolResult, describe_error, normalise_result
 from rollout.tools.schemas import SchemaCheck, as_openai_schema, inline_references, write_path
 from rollout.tools.tool import Tool, ToolContext, ToolPolicy, ToolSession, TransientError
 from rollout.user_code import FunctionRef, NotImportableError, check_top_level, function_ref
+from rollout.worker_threads import is_async
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -302,7 +303,8 @@ class FunctionTool(Tool, Generic[P, R]):
             text = describe_error(error)
             if isinstance(error, pydantic.ValidationError):
                 faults = error.errors(include_url=False, include_context=False)
-                text = "; ".join(f"{write_path(each['loc'])}: {each['msg']}" for each in faults)
+                texts = [f"{write_path(each['loc'])}: {each['msg']}" for each in faults[:20]]
+                text = "; ".join([*texts, "and more"] if len(faults) > 20 else texts)
             raise ToolError(f"invalid arguments for {self.name!r}: {text}") from error
 
     @functools.cached_property
@@ -335,6 +337,8 @@ class _FunctionSession(ToolSession):
         if tool.context_name:
             arguments = {**arguments, tool.context_name: context}
         function = functools.partial(tool.function, **arguments)
+        if not is_async(function):  # which has a thread, where a long answer holds nobody up
+            function = functools.partial(_answer_here, function)
         return await context.threads.call(tool.name, function, backend=tool.backend)
 
     async def _run_isolated(self, ref: FunctionRef, arguments: Mapping[str, Any]) -> ToolResult:
@@ -379,6 +383,11 @@ def function_tool(function: Any = None, /, *, name: str | None = None, **options
         function, name = None, function
     make: Callable[..., Any] = functools.partial(FunctionTool, name=name, **options)
     return make if function is None else make(function)
+
+
+def _answer_here(function: Callable[[], Any]) -> Any:
+    value = function()
+    return value if inspect.isawaitable(value) else normalise_result(value)
 
 
 def answer(found: Any, body: bytes) -> bytes:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 import tempfile
 from contextlib import aclosing, asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import anyio
 import httpx2
@@ -23,6 +24,7 @@ from mcp.client.stdio import get_default_environment
 from mcp.client.streamable_http import streamable_http_client
 from mcp.os.posix.utilities import terminate_posix_process_tree
 from mcp.shared.message import SessionMessage
+from pydantic_core import to_json
 
 from rollout.errors import ToolError
 from rollout.scopes import find_exception, open_task_group
@@ -117,7 +119,7 @@ class Connection:
     async def _serve(self) -> bool:
         """Connect, and stay until the server is lost; False where it could not be reached."""
         self._ended, client = anyio.Event(), None
-        with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        with tempfile.TemporaryFile(buffering=0) as errors:
             try:
                 # The deadline is lifted once the server has answered: a scope around the start
                 # alone could not be left before those that the client opens within it.
@@ -131,7 +133,7 @@ class Connection:
                         client = self._client = starting
                         self._fault, scope.deadline = "ended", math.inf
                         self.tried.set()
-                        await self._wait_for_end(client)
+                        await self._wait_for_end(client, errors)
                         scope.cancel()  # a frozen server may block a farewell
                 fault = f"no answer within start_timeout_s = {self._start_timeout_s:g} s"
             except Exception as error:
@@ -140,14 +142,16 @@ class Connection:
             finally:
                 self._lose(client)
             if client is None:
-                errors.seek(0)
-                lines = errors.read().splitlines()[-10:]
+                errors.seek(max(0, errors.seek(0, os.SEEK_END) - 2**14))  # there may be much more
+                lines = errors.read().decode(errors="replace").splitlines()[-10:]
                 self._fault = "\n    ".join([fault, *map(str.rstrip, lines)])
         return client is not None
 
-    async def _wait_for_end(self, client: Client) -> None:
+    async def _wait_for_end(self, client: Client, errors: BinaryIO) -> None:
         """Return once the server has ended, or answers no ping."""
         while True:
+            errors.seek(0)  # the server's too; what a server says that can be called is not read
+            errors.truncate()
             with anyio.move_on_after(self._ping_s):
                 await self._ended.wait()
                 return
@@ -173,6 +177,10 @@ class Connection:
         if (client := self._client) is None:
             fault = f"is not there ({self._fault}), and is being started again"
             raise ToolError(f"the MCP server {fault}; not called")
+        try:  # what cannot be written would end the transport, which others use as well
+            to_json(arguments)
+        except ValueError as error:
+            raise ToolError(f"arguments: {error}; expected JSON") from None
         try:
             return await client.call_tool(name, arguments)
         except MCPError as error:

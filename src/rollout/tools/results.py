@@ -117,7 +117,7 @@ def normalise_result(value: Any) -> ToolResult:
         MediaError: It holds an image, a video or audio within other values, or bytes.
     """
     if isinstance(value, str):
-        return ToolResult(value)
+        return ToolResult(str.__str__(value))
     if isinstance(value, ToolResult):
         return check_result(value)
     if type(value) is tuple and len(value) == 2 and isinstance(value[1], float):
@@ -127,9 +127,9 @@ def normalise_result(value: Any) -> ToolResult:
     if value is None:
         return ToolResult(NO_OUTPUT)
     if isinstance(value, numbers.Number):  # bool and NumPy scalars included
-        return ToolResult(str(value))
+        return normalise_result(str(value))
     if isinstance(value, bytes | bytearray) and not is_media_file(value):
-        return ToolResult(value.decode(errors="replace"))
+        return normalise_result(value.decode(errors="replace"))
     if isinstance(value, Media) or kind_of_media(value) is not None:
         return read_parts("the tool's answer", [value])
     if isinstance(value, list) and all(map(_is_part, value)) and any(map(is_media_part, value)):
@@ -148,7 +148,8 @@ def normalise_result(value: Any) -> ToolResult:
 
 
 def check_result(result: ToolResult) -> ToolResult:
-    """The result with plain dicts and a float reward; an error where a field is none such."""
+    """The result with plain text, dicts and numbers; an error where a field is none such."""
+    # What methods of theirs raise, they raise here, within the call, and not where it is counted.
     check_answer("ToolResult.text", result.text)
     reward = read_reward(result.reward)
     for name, value, expected, is_right in (
@@ -161,10 +162,14 @@ def check_result(result: ToolResult) -> ToolResult:
             return error_result(f"the tool returned {name} {value!r:.80}; expected {expected}")
     return msgspec.structs.replace(
         result,
+        text=str.__str__(result.text),
         reward=reward,
         is_error=bool(result.is_error),
         end_trajectory=bool(result.end_trajectory),
-        metrics={str(name): value for name, value in result.metrics.items()},
+        metrics={
+            str(key): each if type(each) is int or (number := read_reward(each)) is None else number
+            for key, each in result.metrics.items()
+        },
         extra={str(name): value for name, value in result.extra.items()},
     )
 

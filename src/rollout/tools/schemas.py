@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 import jsonschema_rs
 
 from rollout.errors import ToolError
 
+#: So many faults are named: a model that repeats itself may make thousands.
+_MAX_FAULTS = 20
 #: Keys whose values are data or names, not schemas: copied as they are.
 _VERBATIM = frozenset({"const", "default", "enum", "examples", "required"})
 #: Keys that are left out; the tags that a discriminator maps stand in the alternatives as well.
@@ -40,18 +43,20 @@ class SchemaCheck:
     def check(self, arguments: Any, fixed: Collection[str] = ()) -> dict[str, Any]:
         """Return right arguments, but for those that are `fixed`: the prompt has these.
 
-        A `ToolError` names each missing, unknown and wrong one.
+        A `ToolError` names each missing, unknown and wrong one, the first 20 of them.
         """
         if not isinstance(arguments, Mapping):
             text = f"{arguments!r:.80} is no object of arguments"
             raise ToolError(f"invalid arguments for {self._tool!r}: {text}")
         found = {name: value for name, value in arguments.items() if name not in fixed}
         try:
-            faults = [
-                self._describe(error)
+            errors = (
+                error
                 for error in self._validator.iter_errors(found)
                 if error.instance_path or getattr(error.kind, "property", None) not in fixed
-            ]
+            )
+            faults = [self._describe(error) for error in islice(errors, _MAX_FAULTS)]
+            faults += ["and more" for _ in islice(errors, 1)]
         except (TypeError, ValueError) as error:  # what JSON cannot hold
             faults = [f"{type(error).__name__}: {error!s:.200}"]
         if faults:
@@ -68,8 +73,8 @@ class SchemaCheck:
             taken = f" (it takes {quote_all(self._schema.get('properties', ()))})"
             return f"unknown {quote_all(error.kind.unexpected)}{where or taken}"
         # Of anyOf and oneOf, what is wrong with it by each of the schemas.
-        nested = [each.message for branch in getattr(error.kind, "context", ()) for each in branch]
-        message = "; and ".join(nested) or error.message
+        nested = (each.message for branch in getattr(error.kind, "context", ()) for each in branch)
+        message = "; and ".join(islice(nested, _MAX_FAULTS)) or error.message
         return f"{path or 'arguments'}: {message:.240}"
 
 
