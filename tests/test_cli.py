@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
+import trio.testing
 
 import rollout
 from forked import rollout_command
@@ -21,7 +24,8 @@ from own_processes import marked
 from rollout import Outcome, RolloutBatch
 from rollout.agents import agent_names
 from rollout.chat import tool_parser_names
-from rollout.cli import main
+from rollout.cli import commands, foreground, main
+from rollout.scopes import open_task_group
 from rollout.testing import simulated_tokenizer
 from slow_cases import slow_after
 
@@ -597,6 +601,106 @@ def test_cli_check_of_unreadable_config_exits_with_2(
 ) -> None:
     assert main(["check", "no.toml"]) == 2
     assert capsys.readouterr().err.startswith("error: 1 fault in the configuration no.toml:\n")
+
+
+LONG = "x" * 300
+NAMED = ("--prompts", "prompts.jsonl", "--out", "out")
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        (["run", "config.py", "--prompts", LONG, "--out", "out"], 2, "File name too long"),
+        (["run", "config.py", *NAMED, "--tools", LONG], 2, f"{LONG} is no file"),
+        (["run", "config.py", *NAMED, "--reward", f"{LONG}.py:f"], 2, f"{LONG}.py is no file"),
+        (["run", "config.py", *NAMED, "--agents", LONG], 2, "ModuleNotFoundError"),
+        (["report", LONG], 1, "expected the directory of a run"),
+        (["timeline", LONG], 1, "File name too long"),
+        (["replay", LONG, "--trajectory", "a/0"], 2, "File name too long"),
+        (["replay", "no", "--trajectory", "a/0"], 2, "No such file or directory"),
+        (["replay", "config.py", "--trajectory", "a/0"], 2, "is no journal"),
+        (["check-template", LONG], 2, "cannot be loaded"),
+        (["check-template", "/dev/null"], 2, "expected a directory"),
+        (["check-template", "./no"], 2, "no such directory"),
+        (["check-template", "embedded:foo"], 2, "no such embedded model"),
+        (
+            ["check", "config.py", "--set", r'model.chat_template="a\u0000"'],
+            2,
+            "embedded null byte",
+        ),
+        (["check", "config.py", "--set", r'journal.path="a\u0000"'], 2, "embedded null byte"),
+        (["check", "config.py", "--set", f"model.path={LONG}"], 2, "model.path = "),
+        (
+            ["run", "config.py", *NAMED, "--set", "observe.path=/dev/null/x"],
+            2,
+            "observe.path = '/dev/null/x': cannot be written: /dev/null is no directory",
+        ),
+    ],
+)
+def test_cli_odd_path_is_told_with_the_documented_code(
+    folder: Path, capsys: pytest.CaptureFixture[str], command: list[str], code: int, said: str
+) -> None:
+    assert main(command) == code
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: ")
+    assert said in errors
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize(("response", "samples"), [(10**13, 1), (10**6, 10**8)])
+def test_cli_batch_that_no_memory_holds_is_refused_before_any_work(
+    folder: Path, capsys: pytest.CaptureFixture[str], response: int, samples: int
+) -> None:
+    assert run("--set", f"lengths.response={response}", "--samples", str(samples)) == 2
+    assert "\n  lengths.prompt + lengths.response = 100" in capsys.readouterr().err
+    assert not (folder / "out").exists()
+
+
+def test_cli_path_that_the_system_refuses_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", "private/x")
+
+    monkeypatch.setitem(commands._COMMANDS, "check", refuse)
+    assert main(["check", "config.py"]) == 2
+    assert capsys.readouterr().err == "error: private/x: Permission denied\n"
+
+
+def test_cli_sigterm_in_a_task_of_the_event_loop_itself_ends_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def wait() -> None:
+        trio.lowlevel.current_trio_token().run_sync_soon(signal.raise_signal, signal.SIGTERM)
+        await trio.sleep_forever()
+
+    monkeypatch.setattr(commands, "run_command", lambda _: trio.run(wait))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a script, after `&`
+    try:
+        assert main(["check", "config.py"]) == 128 + signal.SIGTERM
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_cli_further_signals_do_not_outlast_the_run() -> None:
+    late: list[int] = []
+
+    async def watch() -> None:
+        run = foreground._Run(None, None)  # type: ignore[arg-type]
+        async with open_task_group() as tasks:
+            await tasks.start(run.watch_signals)
+            for _ in range(3):
+                signal.raise_signal(signal.SIGTERM)
+                await trio.testing.wait_all_tasks_blocked()
+
+    before = signal.signal(signal.SIGTERM, lambda signum, _: late.append(signum))
+    try:
+        trio.run(watch)  # which raises what is left of them
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert late == []
 
 
 @contextmanager

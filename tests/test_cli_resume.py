@@ -112,6 +112,21 @@ def test_run_that_overwrites_and_does_not_start_leaves_the_journal_of_before(
     assert main([*RUN, "--resume"]) == 0
 
 
+@pytest.mark.parametrize("name", ["meta.json", "trajectories.jsonl", "events.jsonl"])
+def test_run_with_a_journal_in_the_place_of_its_results_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (folder / "out").mkdir()
+    (folder / "link").symlink_to("out")
+    path = folder / "link" / name
+    for option in ("--overwrite", "--resume"):
+        path.write_text("precious")
+        assert main([*RUN, option, "--set", f"journal.path={path}"]) == 2
+        said = f"journal.path = {str(path)!r}: the run's {name} is written there; expected another"
+        assert said in capsys.readouterr().err
+        assert path.read_text() == "precious"
+
+
 def test_run_with_a_journal_whose_link_leads_to_itself_is_refused(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

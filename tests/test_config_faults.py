@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import numpy as np
 import pytest
 
 from rollout.config import (
@@ -14,6 +15,7 @@ from rollout.config import (
     ChannelConfig,
     CustomEngine,
     EngineConfig,
+    GatewayConfig,
     HttpEngine,
     InProcessPlacement,
     LengthsConfig,
@@ -387,7 +389,8 @@ WRONG: dict[tuple[type, str], tuple[object, ...]] = {
     (ToolsConfig, "truncate_side"): (None, "centre", 1, False),
     (ToolsConfig, "max_response_length"): (None, 0, 1.0, *NUMBERS),
     (SchedulingConfig, "samples_per_prompt"): (None, 0, 1.0, *NUMBERS),
-    (RolloutConfig, "seed"): (-1, 1.0, *NUMBERS),
+    (RolloutConfig, "seed"): (-1, 1.0, 2**63, 10**5000, -(10**5000), *NUMBERS),
+    (GatewayConfig, "public_url"): ("http://[", "http://a:99999", "http://a?b", *STRINGS),
     (RolloutConfig, "sampling"): (None, {}, "x", TransformersEngine()),
     (RolloutConfig, "engine"): (None, {}, "sglang", InProcessPlacement(), TransformersEngine),
 }
@@ -528,6 +531,33 @@ def test_config_base_class_of_a_section_is_not_a_section() -> None:
 def test_config_long_value_is_cut_in_the_message() -> None:
     (line,) = error_of(lambda: SamplingConfig(temperature="1" * 500)).faults  # type: ignore[arg-type]
     assert line == (f"sampling.temperature = '{'1' * 78}…: expected a number ≥ 0, got a string")
+
+
+class Unshowable:
+    def __repr__(self) -> str:
+        raise LookupError
+
+
+def test_config_value_that_cannot_be_shown_is_named_by_its_type() -> None:
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    for value, shown in ((Unshowable(), "<Unshowable>"), (deep, "<list>"), (10**5000, "<int>")):
+        (line,) = error_of(lambda value=value: LengthsConfig(prompt=value)).faults
+        assert line.startswith(f"lengths.prompt = {shown}: expected an integer ≥ 1")
+
+
+def test_config_array_is_a_fault_where_relations_look_at_it() -> None:
+    array = np.array([1, 2])
+    for name in ("transformers", "sglang"):
+        engine = {"kind": name, "device": array}
+        values = {"engine": engine, "agent": {"name": array}, "sandbox": {"network": array}}
+        faults = error_of(lambda values=values: config_from_dict(values)).faults
+        assert [line.partition(" = ")[0] for line in faults] == [
+            "engine.device",
+            "agent.name",
+            "sandbox.network",
+        ]
 
 
 def test_config_values_are_kept_in_one_form() -> None:

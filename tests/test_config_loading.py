@@ -194,6 +194,35 @@ BROKEN = {
         "'tag:yaml.org,2002:python/object:os.system'",
     ),
     "date.yaml": (b"seed: 2024-13-45\n", ": not valid YAML: month must be in 1..12"),
+    "digits.toml": (
+        b"seed = " + b"9" * 5000,
+        ": not valid TOML: Exceeds the limit (4300 digits) for integer string conversion: "
+        "value has 5000 digits; use sys.set_int_max_str_digits() to increase the limit",
+    ),
+    "moment.yaml": (
+        b"seed: !!timestamp abc",
+        ": not valid YAML: 'NoneType' object has no attribute 'groupdict'",
+    ),
+    "bool.yaml": (b"seed: !!bool abc", ": not valid YAML: 'abc'"),
+    "int.yaml": (b'seed: !!int ""', ": not valid YAML: string index out of range"),
+    "escape.yaml": (
+        b'seed: "\\UFFFFFFFF"',
+        ": not valid YAML: Python int too large to convert to C int",
+    ),
+    "unreadable.py": (
+        b"class E(Exception):\n    def __str__(self): raise ValueError\nraise E\n",
+        ", line 3: E: (its message cannot be shown)",
+    ),
+    "cancelled.py": (
+        b"import asyncio\nraise asyncio.CancelledError('a')\n",
+        ", line 2: CancelledError: a",
+    ),
+    "base.py": (b"class B(BaseException): pass\nraise B('b')\n", ", line 2: B: b"),
+    "group.py": (
+        b"raise BaseExceptionGroup('c', [GeneratorExit()])\n",
+        ", line 1: BaseExceptionGroup: c (1 sub-exception)",
+    ),
+    "nul\0.toml": (None, ": cannot be read: embedded null byte"),
     "syntax.py": (b"x = 1\ny = (\n", ", line 2: not valid Python: '(' was never closed"),
     "raises.py": (
         b"def f():\n    return {}['seed']\nf()\n",

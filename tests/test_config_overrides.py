@@ -66,6 +66,7 @@ def faults_of(base: Path, *overrides: Any) -> tuple[str, ...]:
         ("", ""),
         ("1\nseed = 2", "1\nseed = 2"),
         ("[1,", "[1,"),
+        ("9" * 5000, "9" * 5000),
     ],
 )
 def test_config_override_value_is_toml_or_a_bare_string(text: str, value: object) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollout.errors import ConfigError, RolloutError
+from rollout.types import read_message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -65,13 +66,12 @@ def named_object(
     source, _, name = reference.rpartition(":")
     if not source or not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(f"{where} = {reference!r:.200}: {expected}")
-    file = Path(source).resolve()
     try:
         if not source.endswith(".py"):
             make_importable(Path.cwd())
             found: Any = import_module(source)
-        elif file.is_file():
-            found = run_file(file)
+        elif os.path.isfile(source):
+            found = run_file(Path(source).resolve())
         else:
             raise ConfigError(f"{where} = {reference!r}: {source} is no file")
     except UserCodeError as error:
@@ -93,7 +93,9 @@ def make_importable(directory: Path) -> None:
 def _explain_failure(source: str) -> Iterator[None]:
     try:
         yield
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         logger.info("%s", "".join(traceback.format_exception(error)))
         lines = [
             line
@@ -101,7 +103,7 @@ def _explain_failure(source: str) -> Iterator[None]:
             if frame.f_code.co_filename == source
         ]
         place = f"line {lines[-1]}: " if lines else ""
-        text = " ".join(str(error).split())
+        text = " ".join(read_message(error).split())
         raise UserCodeError(f"{place}{type(error).__name__}: {text}") from error
 
 

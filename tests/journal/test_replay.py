@@ -181,7 +181,7 @@ def test_replay_of_what_is_not_there_is_refused(
     assert main(RUN) == 0
     assert main(["replay", "out", "--trajectory", "prompt-7/0", "--tools", "tools.py"]) == 2
     assert main(["replay", "out", "--trajectory", "prompt-1"]) == 2
-    assert main(["replay", "no", "--trajectory", "prompt-1/0"]) == 1
+    assert main(["replay", "no", "--trajectory", "prompt-1/0"]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert errors[-3:][0].startswith(
         "error: --trajectory prompt-7/0: is not in out/trajectories.journal; it has prompt-"

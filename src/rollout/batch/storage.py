@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from contextlib import suppress
 from functools import cached_property, partial
@@ -59,7 +60,7 @@ class BatchTokenizer(msgspec.Struct, kw_only=True, dict=True):
     revision: str | None = None
 
     def __post_init__(self) -> None:
-        if Path(self.path).is_dir():
+        if os.path.isdir(self.path):
             self.path = str(Path(self.path).resolve())
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -252,9 +253,9 @@ def _read(path: Path) -> bytes:
 
 
 def _read_meta(path: Path) -> _Meta:
-    if not path.is_file():
+    if not os.path.isfile(path):
         beside = (path.with_name(name) for name in (TRAJECTORIES, JOURNAL))
-        rest = next((each for each in beside if each.is_file()), None)
+        rest = next(filter(os.path.isfile, beside), None)
         hint = f"; rollout.load_trajectories reads {rest}" if rest is not None else ""
         raise RolloutError(
             f"{path} does not exist; expected a directory that RolloutBatch.save wrote{hint}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,7 @@ def read_template(path: str | None, tokenizer: PreTrainedTokenizerBase) -> str |
 
     try:
         source = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a NUL in the path
         raise TemplateError(f"chat template {path} cannot be read: {error}") from error
     empty = [{"role": "user", "content": ""}]
     try:
@@ -88,7 +89,7 @@ def load_tokenizer(
         TemplateError: There is none, or it cannot be loaded.
     """
     folder = Path(model)
-    if folder.is_dir() and not holds_tokenizer(folder):
+    if os.path.isdir(folder) and not holds_tokenizer(folder):
         raise TemplateError(
             f"the tokenizer of {model} cannot be loaded: the directory holds none "
             "(tokenizer.json, tokenizer_config.json)"

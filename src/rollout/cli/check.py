@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ from rollout.agents import get_agent
 from rollout.chat import tool_parser_names
 from rollout.chat.template_loading import holds_tokenizer
 from rollout.cli.gpus import gpu_faults
-from rollout.cli.memory import memory_faults
+from rollout.cli.memory import batch_fault, memory_faults
 from rollout.cli.sizing import context_tokens
 from rollout.config.engines import SIMULATED_MODEL
 from rollout.engine.model_files import model_path_fault
@@ -20,6 +21,7 @@ from rollout.engine.pool.opening import build_core_spec
 from rollout.errors import AgentError, ConfigError, EngineError, SandboxError
 from rollout.interactions import InteractionRegistry
 from rollout.journal.log_file import find_path_fault
+from rollout.observe.event_file import EVENTS
 from rollout.runtime.opening import needs_sandbox
 from rollout.sandbox.providers import open_provider
 from rollout.scheduling.selection import find_accept
@@ -53,7 +55,7 @@ def config_faults(
         *memory_faults(config, asks=asks_for_gpus),
         *_length_faults(config),
         *_name_faults(config, interactions),
-        *_group_and_journal_faults(config),
+        *_group_and_file_faults(config),
     ]
     return list(dict.fromkeys(faults))
 
@@ -73,7 +75,7 @@ def _model_faults(config: RolloutConfig) -> Iterator[str]:
 
 
 def _lacks_tokenizer(folder: Path) -> bool:
-    return folder.is_dir() and not holds_tokenizer(folder)
+    return os.path.isdir(folder) and not holds_tokenizer(folder)
 
 
 def _template_faults(model: ModelConfig) -> Iterator[str]:
@@ -81,10 +83,11 @@ def _template_faults(model: ModelConfig) -> Iterator[str]:
         return
     try:
         Path(model.chat_template).read_text(encoding="utf-8")
-    except OSError as error:
-        yield f"model.chat_template = {model.chat_template!r}: {error.strerror}"
     except UnicodeDecodeError as error:
         yield f"model.chat_template = {model.chat_template!r}: not UTF-8: {error.reason}"
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        why = getattr(error, "strerror", None) or error
+        yield f"model.chat_template = {model.chat_template!r}: {why}"
 
 
 def _opening_faults(config: RolloutConfig) -> Iterator[str]:
@@ -116,15 +119,19 @@ def _length_faults(config: RolloutConfig) -> Iterator[str]:
             f"lengths.prompt = {longest}: expected less than the engine's context of {context} "
             "tokens, which an answer must fit into as well"
         )
+    if (fault := batch_fault(config)) is not None:
+        yield fault
 
 
-def _group_and_journal_faults(config: RolloutConfig) -> Iterator[str]:
+def _group_and_file_faults(config: RolloutConfig) -> Iterator[str]:
     try:
         find_accept(config.scheduling.groups.accept)
     except ConfigError as error:
         yield str(error)
-    if config.journal.file is not None and (fault := find_path_fault(config.journal.file)):
-        yield fault
+    observe = config.observe.path
+    events = None if observe is None else find_path_fault(Path(observe, EVENTS), "observe", observe)
+    journal = None if config.journal.file is None else find_path_fault(config.journal.file)
+    yield from filter(None, (events, journal))
 
 
 def is_importable(name: str) -> bool:

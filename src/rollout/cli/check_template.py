@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -16,6 +16,7 @@ from rollout.cli.template_conformance import SceneReport, conformance_reports
 from rollout.cli.wrapping import column_widths, print_line, wrapped
 from rollout.config.engines import SIMULATED_MODEL
 from rollout.engine.model_files import resolve_model
+from rollout.errors import EngineError, TemplateError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -41,7 +42,7 @@ def check_template(
     """Print what the template does; returns whether it can be used append-only in every scene.
 
     Raises:
-        TemplateError, EngineError: The tokenizer or template cannot be loaded.
+        TemplateError: The tokenizer or template cannot be loaded.
     """
     template = _loaded(
         model,
@@ -72,8 +73,11 @@ def _loaded(model: str, *, revision: str | None, **options: Any) -> ChatTemplate
         tokenizer = simulated_tokenizer()
         source = read_template(options["chat_template_path"], tokenizer)
         return ChatTemplate(tokenizer, chat_template=source)
-    is_local = Path(model).is_dir()  # a tokenizer's files are enough
-    path = model if is_local else resolve_model(model, revision)
+    is_local = os.path.isdir(model)  # a tokenizer's files are enough
+    try:
+        path = model if is_local else resolve_model(model, revision)
+    except EngineError as error:  # no engine is meant to start here
+        raise TemplateError(str(error)) from error
     return load_chat_template(path, revision=revision, **options)
 
 

@@ -36,19 +36,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     from rollout.cli.explain_signal import explaining_at_signal
 
+    code, came = 0, list[int]()
     try:
         try:
-            with _terminable(), explaining_at_signal(lambda: None):
+            with _interruptible(came), explaining_at_signal(lambda: None):
                 from rollout.cli.commands import run_command
 
                 code = run_command(arguments)
         finally:
             if argv is None:
                 _leave_at_signals()
-    except KeyboardInterrupt:
-        code = _interrupted(signal.SIGINT)
-    except _Terminated:
-        code = _interrupted(signal.SIGTERM)
+    except* KeyboardInterrupt:
+        code = _interrupted(signal.SIGTERM if came else signal.SIGINT)
     # At the end of the process, collecting what torch has made takes a second, and is no use.
     atexit.register(gc.freeze)
     return code
@@ -77,17 +76,23 @@ def _leave_at_signals() -> None:
         signal.signal(signum, leave)
 
 
-class _Terminated(BaseException):
-    """SIGTERM came while no event loop was there to take it."""
-
-
 @contextmanager
-def _terminable() -> Iterator[None]:
-    def terminate(signum: int, frame: FrameType | None) -> NoReturn:
-        raise _Terminated
+def _interruptible(came: list[int]) -> Iterator[None]:
+    """Within the block SIGTERM does as Ctrl-C, and is put into `came`.
 
-    before = signal.signal(signal.SIGTERM, terminate)
+    Ctrl-C ends event loops from wherever they are. An exception of ours would not: trio takes one
+    that a signal raises within its own tasks for a fault of trio.
+    """
+
+    def terminate(signum: int, frame: FrameType | None) -> None:
+        came.append(signum)
+        signal.raise_signal(signal.SIGINT)
+
+    # Shells have SIGINT ignored by what they start with `&`.
+    handlers = {signal.SIGTERM: terminate, signal.SIGINT: signal.default_int_handler}
+    before = {signum: signal.signal(signum, each) for signum, each in handlers.items()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

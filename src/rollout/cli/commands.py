@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,8 @@ from rollout.cli.check import config_faults, look_at_sandbox
 from rollout.cli.consoles import lasting_consoles
 from rollout.cli.exit_codes import BAD_INPUT, ENGINE_LOST, NOT_SAVED, OK, SOME_FAILED
 from rollout.cli.foreground import INTERRUPTED, ForegroundJob, JobResult, run_job
-from rollout.cli.run_journal import JOURNAL, asked_otherwise, check_new, is_own, with_journal
+from rollout.cli.memory import batch_fault
+from rollout.cli.run_journal import JOURNAL, asked_otherwise, check_journal, is_own, with_journal
 from rollout.cli.sizing import sizing_lines
 from rollout.cli.user_code import UserCode
 from rollout.cli.wrapping import print_line
@@ -47,7 +49,6 @@ if TYPE_CHECKING:
     from rollout.config import RolloutConfig
     from rollout.types import Prompt
 
-TIMELINE = "timeline.json"
 DEMO_DIRECTORY = "rollout-output/demo"
 
 
@@ -64,6 +65,10 @@ def run_command(arguments: argparse.Namespace) -> int:
             return _tell(errors, error, BAD_INPUT)
         except RolloutError as error:
             return _tell(errors, error, SOME_FAILED)
+        except OSError as error:
+            if error.filename is None:  # of no path that was given
+                raise
+            return _tell(errors, f"{error.filename}: {error.strerror}", BAD_INPUT)
 
 
 def _tell(errors: Console, error: object, code: int) -> int:
@@ -104,12 +109,14 @@ def _run(arguments: argparse.Namespace, output: Console, errors: Console) -> int
     known = [*config.tools.builtin, *(tool.name for tool in tools)]
     check_names(prompts, config.agent, known, InteractionRegistry(interactions))
     samples, step, validate = arguments.samples, arguments.step, arguments.validate
+    each = config.scheduling.samples_of(validate=validate) if samples is None else samples
+    if (fault := batch_fault(config, each * len(prompts))) is not None:
+        raise _cannot_run("the configuration", [fault])
     asked = asked_otherwise(config, samples, step, validate=validate)
     config = with_journal(config, Path(arguments.out), Path(arguments.prompts), asked)
     journal = config.journal.file
     directory = _directory(arguments.out, arguments.overwrite, journal, may_resume=arguments.resume)
-    if not arguments.resume:
-        check_new(config, directory)
+    check_journal(config, directory, resume=arguments.resume)
     job = ForegroundJob(
         config=config,
         prompts=prompts,
@@ -138,8 +145,10 @@ def _demo(arguments: argparse.Namespace, output: Console, errors: Console) -> in
     tasks = demo.arithmetic_tasks(arguments.prompts, arguments.seed)
     may_overwrite = arguments.overwrite or arguments.out is None
     directory = _directory(arguments.out or DEMO_DIRECTORY, may_overwrite)
+    config = with_journal(config, directory)
+    check_journal(config, directory, resume=False)
     job = ForegroundJob(
-        config=with_journal(config, directory),
+        config=config,
         prompts=tasks.prompts,
         directory=directory,
         tools=[calculator],
@@ -214,7 +223,7 @@ def _report(arguments: argparse.Namespace, output: Console, errors: Console) -> 
 
 def _timeline(arguments: argparse.Namespace, output: Console, errors: Console) -> int:
     from rollout.observe import read_events
-    from rollout.observe.timeline import write_timeline
+    from rollout.observe.timeline import TIMELINE, write_timeline
 
     directory = Path(arguments.directory)
     path = directory / TIMELINE if arguments.out is None else Path(arguments.out)
@@ -252,7 +261,7 @@ def _read_prompts(
     path: Path, config: RolloutConfig, rewards: GivenRewards
 ) -> tuple[list[Prompt], GivenRewards]:
     """The prompts of a file, or of a directory of tasks, whose tests are the reward then."""
-    if not path.is_dir():
+    if not os.path.isdir(path):
         return read_prompts(path), rewards
     from rollout.environments.task_directory import TaskDirectory
 

@@ -325,4 +325,5 @@ class _Run:
                 with anyio.move_on_after(GRACE_S):
                     await anext(signals)
                 self.leave.set()
-            await anyio.sleep_forever()  # the receiver stays, and with it Python's own handler away
+            async for _ in signals:
+                pass  # what it had not taken by its end, trio would raise once more

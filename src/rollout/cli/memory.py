@@ -10,6 +10,7 @@ from rollout.cli import gpus
 from rollout.cli.sizing import gib, is_quantized, model_size, stored_bytes
 from rollout.config import RayPlacement
 from rollout.config.placements import gpus_of
+from rollout.plurals import count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,6 +62,19 @@ def memory_faults(config: RolloutConfig, *, asks: bool) -> Iterator[str]:
     yield (
         f"model.path = {config.model.path!r}: its weights take {takes}, {where} {gib(present)}; "
         f"expected {remedy}, or more memory"
+    )
+
+
+def batch_fault(config: RolloutConfig, rows: int = 1) -> str | None:
+    """A batch that this machine cannot hold, by its padded ids alone; None where it may."""
+    width, present = config.lengths.prompt + config.lengths.response, total_bytes()
+    needed = 8 * rows * width
+    if needed <= present:
+        return None
+    return (
+        f"lengths.prompt + lengths.response = {width}: a batch of {count(rows, 'trajectory')} is "
+        f"padded to that, its ids take {gib(needed)}, this machine has {gib(present)}; expected "
+        "less"
     )
 
 

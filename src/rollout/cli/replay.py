@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from rollout.cli.run_journal import JOURNAL
 from rollout.cli.user_code import UserCode
 from rollout.cli.wrapping import print_line
 from rollout.config import load_config
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, JournalError
 from rollout.plurals import count
 
 if TYPE_CHECKING:
@@ -28,22 +29,25 @@ def replay_command(arguments: argparse.Namespace, output: Console) -> int:
     """Replay, say each step, and where it departs from the record; the exit code.
 
     Raises:
-        ConfigError, JournalError: There is no such record, or its agent is not known.
+        ConfigError: There is no such record, or its agent is not known.
     """
     from rollout.runtime.replaying import find_record, replay
 
     uid, member = _parse_name(arguments.trajectory)
     path = Path(arguments.directory)
-    path = path / JOURNAL if path.is_dir() else path
+    path = path / JOURNAL if os.path.isdir(path) else path
     if arguments.config is not None:
         load_config(arguments.config)  # what it registers is known from now on
     code = UserCode()
     code.run_tool_files(arguments.tools)
     code.agents(arguments.agents)
     interactions = code.interactions()
-    record = find_record(
-        path, uid, member, arguments.step, arguments.call, validate=arguments.validate
-    )
+    try:
+        record = find_record(
+            path, uid, member, arguments.step, arguments.call, validate=arguments.validate
+        )
+    except JournalError as error:
+        raise ConfigError(str(error)) from error
     print_line(output, f"{'replay':<12}{uid}/{member} of step {record.key.step}, from {path}")
 
     def tell(number: int, what: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,7 +79,7 @@ def _decode(directory: Path, tokenizer: str | None, output: Console) -> Decode |
 
 def _model_of(directory: Path) -> dict[str, Any]:
     """The section `model` of the run's configuration, or what its saved batch says of it."""
-    if not (directory / EVENTS).exists():
+    if not os.path.exists(directory / EVENTS):
         from rollout.batch.storage import read_tokenizer  # imports torch
 
         tokenizer = read_tokenizer(directory)

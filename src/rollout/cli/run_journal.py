@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
@@ -11,10 +12,9 @@ import attrs
 from rollout.cli.aside import set_aside, settle
 from rollout.errors import ConfigError, PromptError, RolloutError
 from rollout.journal.log_file import lock_file
+from rollout.observe.event_file import EVENTS
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rollout.config import RolloutConfig
 
 #: As `rollout.batch.storage.JOURNAL`, which takes longer to import.
@@ -63,7 +63,7 @@ def asked_otherwise(
 
 def _named(prompts: Path) -> str:
     try:
-        if prompts.is_dir():
+        if os.path.isdir(prompts):
             from rollout.environments.task_directory import hash_directory
 
             return f"{prompts.resolve().name}, SHA-256 {hash_directory(prompts)}"
@@ -79,16 +79,29 @@ def is_own(path: Path | None, directory: Path) -> bool:
     return path is not None and os.path.realpath(path) == os.path.realpath(directory / JOURNAL)
 
 
-def check_new(config: RolloutConfig, directory: Path) -> None:
-    """Let a run pass that may begin a journal: an earlier one in its directory is overwritten.
+def check_journal(config: RolloutConfig, directory: Path, *, resume: bool) -> None:
+    """Let a run pass that may write its journal: an earlier one in its directory is overwritten.
 
     Raises:
-        ConfigError: There is one elsewhere.
+        ConfigError: There is one elsewhere and it is not to be resumed; or the run writes another
+            file in its place.
     """
     path = config.journal.file
     if is_own(path, directory) or path is None:
         return
-    if path.exists() and path.stat().st_size:
+    place = Path(os.path.realpath(path))
+    events = Path(os.path.realpath(Path(config.observe.path or directory, EVENTS)))
+    if place.parent == Path(os.path.realpath(directory)) or place == events:
+        from rollout.batch.storage import FILES, MEDIA, META  # imports torch
+        from rollout.observe.report.report import REPORT
+        from rollout.observe.timeline import TIMELINE
+
+        if place == events or place.name in (META, *FILES, MEDIA, EVENTS, TIMELINE, REPORT):
+            raise ConfigError(
+                f"journal.path = {config.journal.path!r}: the run's {place.name} is written there; "
+                "expected another file"
+            )
+    if not resume and path.exists() and path.stat().st_size:
         raise ConfigError(
             f"journal.path = {config.journal.path!r}: exists; expected a new file, or --resume to "
             f"continue the run that left it"
@@ -103,7 +116,7 @@ def set_journal_aside(config: RolloutConfig, directory: Path, *, resume: bool) -
             cannot be opened.
     """
     path = config.journal.file
-    if path is None or not path.is_file():
+    if path is None or not os.path.isfile(path):
         return
     try:
         with path.open("rb+") as file:

@@ -7,6 +7,7 @@ that `model_facts` has; loads nothing, asks no network.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -196,7 +197,7 @@ def _files_of(path: str, revision: str | None) -> Path | None:
         here = converted_directory()
         return here if here.is_dir() else None
     here = Path(path).expanduser()
-    if here.is_dir():
+    if os.path.isdir(here):
         return here
     try:
         from huggingface_hub import try_to_load_from_cache

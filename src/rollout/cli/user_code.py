@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -85,7 +86,7 @@ class UserCode:
         """
         for source in sources:
             option, before = f"--agents {source}", registered_agents()
-            is_file = source.endswith(".py") or Path(source).is_file()
+            is_file = source.endswith(".py") or os.path.isfile(source)
             is_known = Path(source).resolve() in self._modules or source in sys.modules
             module = self._file(source, option) if is_file else _imported(source, option)
             if not is_known and registered_agents() == before:
@@ -155,7 +156,7 @@ class UserCode:
     def _file(self, path: str, option: str) -> ModuleType:
         file = Path(path).resolve()
         if file not in self._modules:
-            if not file.is_file():
+            if not os.path.isfile(file):
                 raise ConfigError(f"{option}: {path} is no file")
             try:
                 self._modules[file] = run_file(file)
@@ -168,7 +169,7 @@ def _sources(values: Sequence[str]) -> list[str]:
     """The files and shipped tools that these values name, each once, in order."""
     sources: dict[Path | str, str] = {}
     for value in values:
-        for source in [value] if Path(value).is_file() else value.split(","):
+        for source in [value] if os.path.isfile(value) else value.split(","):
             sources.setdefault(source if is_shipped(source) else Path(source).resolve(), source)
     return list(sources.values())
 

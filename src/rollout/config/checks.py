@@ -19,6 +19,8 @@ from rollout.config.config_faults import Fault, got, join_path
 
 #: Ids are int32 on the wire and in transcripts.
 MAX_ID = 2**31 - 1
+#: What messages and records hold.
+MAX_INTEGER = 2**63 - 1
 PLAIN_DATA = "None, booleans, finite numbers, strings, lists and mappings with string keys"
 
 
@@ -181,8 +183,10 @@ def _validate_scalar(kind: type, wanted: str, value: Any) -> tuple[Any, list[Fau
 
 def _validate_number(kind: type, wanted: str, value: float) -> tuple[Any, list[Fault]]:
     if kind is int:
-        faults = [] if isinstance(value, int) else [Fault("", f"expected {wanted}", value)]
-        return (value if faults else int(value)), faults
+        if isinstance(value, int) and abs(value) <= MAX_INTEGER:
+            return int(value), []
+        too_large = f", got one beyond {MAX_INTEGER}" if isinstance(value, int) else ""
+        return value, [Fault("", f"expected {wanted}{too_large}", value)]
     if not is_finite(value):
         return value, [Fault("", f"expected {wanted}, got one that is not finite", value)]
     return float(value), []

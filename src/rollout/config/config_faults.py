@@ -46,8 +46,11 @@ def join_path(outer: str, inner: str) -> str:
 
 
 def show(value: object) -> str:
-    """`value` as Python writes it, on one line and cut where it is long."""
-    text = " ".join(repr(value).split("\n"))
+    """`value` as Python writes it, on one line and cut where it is long; or its type."""
+    try:
+        text = " ".join(repr(value).split("\n"))
+    except Exception:  # of foreign types, and of what is nested too deeply
+        text = f"<{type(value).__name__}>"
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 1]}…"
 
 

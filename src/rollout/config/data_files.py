@@ -36,6 +36,8 @@ def read_toml(path: str) -> Any:
         raise unreadable(path, f"not valid TOML: {problem}", place) from error
     except RecursionError as error:
         raise unreadable(path, "not valid TOML: nested too deeply") from error
+    except ValueError as error:  # an integer of thousands of digits
+        raise unreadable(path, f"not valid TOML: {error}") from error
 
 
 def read_yaml(path: str) -> Any:
@@ -51,8 +53,8 @@ def read_yaml(path: str) -> Any:
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise unreadable(path, f"not valid YAML: {error.problem}", place) from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: the 31st of June
-        problem = " ".join(str(error).split())
+    except Exception as error:  # PyYAML's constructors raise anything: for the 31st of June, say
+        problem = " ".join(str(error).split()) or type(error).__name__
         raise unreadable(path, f"not valid YAML: {problem}") from error
     return {} if values is None else values
 
@@ -77,8 +79,9 @@ def _read_text(path: str) -> str:
         return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise unreadable(path, f"not UTF-8: {error.reason} at byte {error.start}") from error
-    except OSError as error:
-        raise unreadable(path, f"cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        why = getattr(error, "strerror", None) or error
+        raise unreadable(path, f"cannot be read: {why}") from error
 
 
 def unreadable(path: str, problem: str, place: str = "") -> ConfigError:

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import attrs
 
-from rollout.config.checks import Count, Flag, Port, Positive, Text, Texts
+from rollout.config.checks import Count, Flag, Port, Positive, Text, Texts, is_http_url
 from rollout.config.config_faults import Fault
 from rollout.config.section_type import Section
 
@@ -71,8 +71,8 @@ class GatewayConfig(Section):
     def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:
         """An alias is another name, and a URL one of HTTP."""
         if "public_url" in sound and self.public_url is not None:
-            url = urlsplit(self.public_url)
-            if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment:
+            url = urlsplit(self.public_url) if is_http_url(self.public_url) else None
+            if url is None or url.query or url.fragment:
                 yield Fault("public_url", "expected http://host or https://host", self.public_url)
         if {"model", "model_aliases"} <= set(sound) and self.model in self.model_aliases:
             yield Fault("model_aliases", "expected other names than gateway.model", self.model)

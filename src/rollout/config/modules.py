@@ -13,6 +13,7 @@ from rollout.config.config_faults import ABSENT, Fault, config_error, got
 from rollout.config.section_type import deferred_faults, gather_faults
 from rollout.config.sections import RolloutConfig
 from rollout.errors import ConfigError
+from rollout.types import read_message
 from rollout.user_code import execute
 
 if TYPE_CHECKING:
@@ -56,7 +57,9 @@ def _read(
         try:
             with _working_directory_importable():
                 config = getattr(load(), "config", ABSENT)
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             faults = [*gather_faults(faulty), *_faults_of(error, source, name)]
             raise config_error(f"the configuration {source}", faults) from error
     if isinstance(config, RolloutConfig):
@@ -107,7 +110,7 @@ def _fault_of_loading(error: BaseException, source: str, name: str) -> Fault:
 
 
 def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"{type(error).__name__}: {' '.join(read_message(error).split())}"
 
 
 def _is_part(part: str, name: str) -> bool:

@@ -46,7 +46,7 @@ def override_value(text: str) -> Any:
     if "\n" not in text:  # a second line could smuggle in a second key
         try:
             return tomllib.loads(f"value = {text}")["value"]
-        except (tomllib.TOMLDecodeError, RecursionError):
+        except (ValueError, RecursionError):  # no TOML, or an integer of thousands of digits
             return text
     return text
 

@@ -67,7 +67,10 @@ Command = Annotated[
 ]
 Network = Annotated[
     str | Sequence[str],
-    Rule("'none', 'public' or a list of hosts", lambda v: v in ("none", "public") or _are_texts(v)),
+    Rule(
+        "'none', 'public' or a list of hosts",
+        lambda v: v in ("none", "public") if isinstance(v, str) else _are_texts(v),
+    ),
 ]
 
 

@@ -322,7 +322,7 @@ class RolloutConfig(Section):
         if kind == "sglang":
             yield from self._penalty_faults()
         room, response = getattr(self.agent, "compaction_room", 0), self._response_length()
-        is_compacting = getattr(self.agent, "name", "") == "compacting_agent"
+        is_compacting = _is(getattr(self.agent, "name", ""), "compacting_agent")
         if is_compacting and isinstance(room, int) and room >= response:
             problem = f"expected less than lengths.response = {response}"
             yield Fault("agent.compaction_room", problem, room)
@@ -403,7 +403,7 @@ class RolloutConfig(Section):
         """An engine that spreads over GPUs is placed on as many."""
         wanted = getattr(self.engine, "tensor_parallel", 1)
         given = getattr(self.placement, "gpus_per_replica", None)
-        is_on_cpu = getattr(self.engine, "device", "cpu") == "cpu"
+        is_on_cpu = _is(getattr(self.engine, "device", "cpu"), "cpu")
         if is_on_cpu or not isinstance(wanted, int) or not isinstance(given, int | float):
             return
         if given < wanted and wanted > 1:
@@ -415,7 +415,7 @@ class RolloutConfig(Section):
         wanted = getattr(self.engine, "tensor_parallel", 1)
         gpu_slots = getattr(self.placement, "colocate", ())
         machines = getattr(self.placement, "machines_per_replica", 1)
-        is_on_cpu = getattr(self.engine, "device", "cpu") == "cpu"
+        is_on_cpu = _is(getattr(self.engine, "device", "cpu"), "cpu")
         is_sound = isinstance(gpu_slots, tuple) and isinstance(wanted, int)
         is_even = isinstance(machines, int) and machines > 0 and is_sound and not wanted % machines
         if is_on_cpu or not is_even:
@@ -432,6 +432,11 @@ class RolloutConfig(Section):
     def homes_of(cls, key: str) -> list[str]:
         """The sections that have this key."""
         return [repr(f"{name}.{key}") for name, section in _SECTIONS.items() if key in section]
+
+
+def _is(value: object, text: str) -> bool:
+    """Whether a value that may be a fault is this text; some have no truth of their own."""
+    return isinstance(value, str) and value == text
 
 
 #: The keys of each section that has one class; those of engines depend on their kind.

@@ -115,13 +115,13 @@ def converted_directory() -> Path:
 
 def _is_local(path: str) -> bool:
     looks_local = path.startswith(("/", "./", "../", "~")) or path in {".", ".."}
-    return looks_local or (path != "" and Path(path).exists())
+    return looks_local or (path != "" and os.path.exists(path))
 
 
 def _directory_fault(directory: Path, subject: str, *, needs_weights: bool) -> str | None:
-    if not directory.exists():
+    if not os.path.exists(directory):
         return f"{subject}: no such directory"
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         expected = "config.json" if needs_weights else "a tokenizer"
         return f"{subject}: a file; expected a directory with {expected}"
     if needs_weights and not (directory / "config.json").is_file():

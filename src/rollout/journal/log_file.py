@@ -280,8 +280,11 @@ def lock_file(descriptor: int, path: Path) -> None:
         )
 
 
-def find_path_fault(path: Path) -> str | None:
-    """Say what is wrong with the path of a journal, as far as that shows without writing."""
+def find_path_fault(path: Path, section: str = "journal", value: str = "") -> str | None:
+    """Say what is wrong with a file that is to be continued, as far as that shows without writing.
+
+    `section` is whose ``path`` leads to it; `value` is that, where it is not the file's own.
+    """
     fault = ""
     try:
         str(path).encode()  # the journal names it
@@ -293,4 +296,4 @@ def find_path_fault(path: Path) -> str | None:
             fault = "cannot be read and written by this user"
     except (OSError, ValueError) as error:
         fault = getattr(error, "strerror", None) or str(error)
-    return f"journal.path = {str(path)!r}: {fault}" if fault else None
+    return f"{section}.path = {value or str(path)!r}: {fault}" if fault else None

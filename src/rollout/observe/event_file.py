@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import threading
 from collections import deque
 from pathlib import Path
@@ -148,7 +149,7 @@ def read_events(path: str | Path) -> Iterator[AnyEvent]:
         RolloutError: There is no such file, or a line before the last is none of an event.
     """
     path = Path(path)
-    path = path / EVENTS if path.is_dir() else path
+    path = path / EVENTS if os.path.isdir(path) else path
     try:
         file = open(path, "rb")  # noqa: SIM115  (closed below)
     except OSError as error:

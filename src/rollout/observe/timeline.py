@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from rollout.observe.events import AnyEvent
 
+#: The file's name within the directory of a run.
+TIMELINE = "timeline.json"
 Slice = dict[str, Any]
 
 DRIVER, TRAJECTORIES, FIRST_REPLICA = 1, 2, 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ def load_tools(path: str | Path) -> list[Tool | ToolProvider]:
     importable. A `ToolError` where there is no such file, it raises, or it has no tools.
     """
     file = Path(path).resolve()
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise ToolError(f"load_tools: {path} is no file")
     if "verl" in sys.modules:
         importlib.import_module(READER).forget_functions(file)

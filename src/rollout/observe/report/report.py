@@ -56,9 +56,10 @@ class RunReport:
         self, directory: Path | str, decode: Callable[[Sequence[int]], str] | None = None
     ) -> None:
         self.directory = Path(directory)
-        if not self.directory.is_dir():
+        if not os.path.isdir(self.directory):
             raise RolloutError(f"{self.directory}: expected the directory of a run")
-        if not any((self.directory / name).exists() for name in (TRAJECTORIES, JOURNAL, EVENTS)):
+        named = (TRAJECTORIES, JOURNAL, EVENTS)
+        if not any(os.path.exists(self.directory / name) for name in named):
             raise RolloutError(
                 f"{self.directory}: expected {TRAJECTORIES} or {EVENTS} in it, which `rollout run "
                 f"--out` and `RolloutBatch.save` write"

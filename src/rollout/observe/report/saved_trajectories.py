@@ -174,7 +174,7 @@ class TrajectoryLines:
 
     def _lines_of_journal(self, journal: Path) -> list[bytes]:
         """Of trajectories that have ended since the last time."""
-        size = journal.stat().st_size if journal.is_file() else 0
+        size = os.path.getsize(journal) if os.path.isfile(journal) else 0
         if not size or size == self._journal_size:
             return []
         self._journal_size = size
