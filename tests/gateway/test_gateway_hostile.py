@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import threading
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,15 @@ import httpx
 import pytest
 
 from fake_sessions import KEY, PATH, FakeSession, answer, served
+from rollout.clocks import thread_cpu
+from rollout.gateway.apis import chat
+from rollout.gateway.apis.response_items import Item, read_items, seal_reasoning
 from slow_cases import slow_but
 
 pytest.importorskip("h11")
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Mapping
 
 pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
@@ -53,6 +57,17 @@ async def client_of(*sessions: FakeSession, **settings: Any) -> AsyncIterator[ht
             base_url=url, timeout=10, trust_env=False, verify=False
         ) as client:
             yield client
+
+
+def called(arguments: Any) -> dict[str, Any]:
+    """A message of chat with one call."""
+    call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+def used(arguments: Any) -> dict[str, Any]:
+    """A call as a block of messages."""
+    return {"type": "tool_use", "id": "c", "name": "f", "input": arguments}
 
 
 def address_of(client: httpx.AsyncClient) -> tuple[str, int]:
@@ -184,20 +199,25 @@ async def test_unknown_paths_of_messages_are_refused_as_anthropic_does() -> None
         assert (got.status_code, got.json()["error"]["code"]) == (404, "not_found")
 
 
+@pytest.mark.parametrize("path", ["/foo%0Abar", f"/t/{PATH}/v1/models/a%0Ab", "/t/a%0Ab/v1/models"])
+async def test_path_with_a_line_feed_is_none(path: str) -> None:
+    async with client_of(FakeSession(PATH, KEY)) as client:
+        got = await client.get(path, headers=KEYED)
+    assert (got.status_code, got.headers["x-should-retry"]) == (404, "false")
+
+
 async def test_deep_arguments_and_schemas_are_refused_by_name() -> None:
     deep: Any = 1
     for _ in range(100):
         deep = {"a": deep}
-    call = {"id": "c", "function": {"name": "f", "arguments": json.dumps(deep)}}
-    told = [{"role": "assistant", "tool_calls": [call]}]
+    told = [called(json.dumps(deep))]
     tools = [{"type": "function", "function": {"name": "f", "parameters": deep}}]
-    use = {"type": "tool_use", "id": "c", "name": "f", "input": deep}
     async with client_of(FakeSession(PATH, KEY)) as client:
         got = await client.post(CHAT, json=ASKED | {"messages": told}, headers=KEYED)
         assert got.json()["error"]["param"] == "messages[0].tool_calls[0].function.arguments"
         got = await client.post(CHAT, json=ASKED | {"tools": tools}, headers=KEYED)
         assert got.json()["error"]["param"] == "tools[0].function.parameters"
-        said = [{"role": "assistant", "content": [use]}]
+        said = [{"role": "assistant", "content": [used(deep)]}]
         got = await client.post(MESSAGES, json=ASKED | {"messages": said}, headers=KEYED)
         assert "nested too deeply" in got.json()["error"]["message"]
 
@@ -221,6 +241,86 @@ async def test_requests_of_too_many_messages_calls_or_images_are_refused_by_name
             assert got.status_code == 400
             assert field in got.json()["error"]["message"]
             assert "10,000" in got.text or "1024" in got.text
+
+
+MANY = {"a": [[]] * 200_000}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, ASKED | {"tools": [{"function": {"name": "f", "parameters": MANY}}]}),
+        (CHAT, ASKED | {"response_format": MANY}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"text": ""}] * 200_000}]}),
+        (CHAT, {"messages": [called(MANY)]}),
+        (CHAT, {"messages": [called(json.dumps(MANY))]}),
+        (CHAT, {"messages": [called(json.dumps([0] * 40_000))] * 10}),
+        (MESSAGES, {"messages": [{"role": "assistant", "content": [used(MANY)]}]}),
+        (RESPONSES, {"input": [{"type": "function_call", "arguments": json.dumps(MANY)}]}),
+    ],
+    ids=["schema", "form", "parts", "object", "text", "texts", "input", "item"],
+)
+async def test_more_json_values_than_are_allowed_are_refused(
+    path: str, body: dict[str, Any]
+) -> None:
+    session = FakeSession(PATH, KEY)
+    async with client_of(session) as client:
+        got = await client.post(path, json={"model": "rollout"} | body, headers=KEYED)
+    assert got.status_code == 400
+    assert got.json()["error"]["message"] == "expected at most 300,000 JSON values"
+    assert session.calls == []
+
+
+@pytest.mark.parametrize("text", ['1,[{"', '\\,"', '\\",'])
+async def test_long_texts_are_one_value_each(text: str) -> None:
+    session = FakeSession(PATH, KEY)
+    content = text * 400_000
+    said = [{"role": "user", "content": content}, called(json.dumps({"file": content}))]
+    async with client_of(session) as client:
+        got = await client.post(CHAT, json=ASKED | {"messages": said}, headers=KEYED)
+    assert got.status_code == 200
+    (call,) = session.calls
+    assert [call.messages[0].text, call.messages[1].calls[0].arguments["file"]] == [content] * 2
+
+
+async def test_long_body_is_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    read_request = chat.read_request
+
+    def read(body: bytes, headers: Mapping[str, str]) -> chat.ChatRequest:
+        threads.append(threading.current_thread().name)
+        return read_request(body, headers)
+
+    monkeypatch.setattr(chat, "read_request", read)
+    async with client_of(FakeSession(PATH, KEY)) as client:
+        for text in ("2 + 2?", "2" * 300_000):
+            said = [{"role": "user", "content": text}]
+            got = await client.post(CHAT, json=ASKED | {"messages": said}, headers=KEYED)
+            assert got.status_code == 200
+    assert threads[0] == "rollout-asyncio" != threads[1]
+
+
+def test_items_are_read_in_time_linear_in_their_number() -> None:
+    ids = [f"call_{'0' * 20}{at:04x}" for at in range(4990)]
+    pairs = [
+        item
+        for call_id in ids
+        for item in (
+            Item(type="function_call", call_id=call_id, name="f"),
+            Item(type="function_call_output", call_id=call_id, output=""),
+        )
+    ]
+    thoughts = [
+        Item(type="reasoning", id=f"rs_{at}", encrypted_content=seal_reasoning("a", "so"))
+        for at in range(9990)
+    ]
+    began = thread_cpu()
+    turn, *results = read_items(pairs)
+    (thinking,) = read_items(thoughts)
+    assert thread_cpu() - began < 2  # a tenth of it; several times as much where each copies
+    assert [call.id for call in turn.calls] == [result.call_id for result in results] == ids
+    assert thinking.ids == ("0", "a", *map(str, range(1, 9990)))
+    assert thinking.reasoning == "\n".join(["so"] * 9990)
 
 
 def nest(space: str) -> dict[str, Any]:

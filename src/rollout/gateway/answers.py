@@ -69,9 +69,7 @@ def make_answer(
 
 def _limit_depth(call: ToolCall | InvalidToolCall) -> ToolCall | InvalidToolCall:
     """A call as clients can give it back; one that they cannot is sent as text."""
-    if not isinstance(call, ToolCall) or sum(map(call.raw.count, "{[(")) <= MAX_DEPTH:
-        return call
-    if is_too_deep(call.arguments):
+    if isinstance(call, ToolCall) and is_too_deep(call.arguments):
         reason = f"its arguments are nested too deeply; expected at most {MAX_DEPTH} levels"
         return InvalidToolCall(raw=call.raw, reason=reason)
     return call

@@ -144,14 +144,11 @@ class Exchange:
 
     async def reply(self, data: bytes, headers: Headers = JSON, status: int = 200) -> None:
         """Send the reply in one piece; its last part where it has begun."""
-        body = h11.Data(data=b"" if self.method == "HEAD" else data)
-        if self.has_begun:
-            await self._connection.send(body, h11.EndOfMessage())
-            return
-        self.has_begun = True
         length = (b"content-length", b"%d" % len(data))
-        head = _make_head(status, [*headers, length])
-        await self._connection.send(head, body, h11.EndOfMessage())
+        head = [] if self.has_begun else [_make_head(status, [*headers, length])]
+        self.has_begun = True
+        body = h11.Data(data=b"" if self.method == "HEAD" else data)
+        await self._connection.send(*head, body, h11.EndOfMessage())
 
     async def reply_json(self, value: Any, status: int = 200) -> None:
         """Send a reply of JSON; errors are final."""

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 from rollout.errors import AgentError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from rollout.errors import LimitExceeded
 
 #: The code of the refusal in OpenAI's APIs; SDKs and frameworks put it into their errors.
@@ -84,11 +82,9 @@ def _read_reply(error: BaseException) -> str:
         return ""
 
 
-def _list_causes(error: BaseException) -> Iterator[BaseException]:
+def _list_causes(error: BaseException) -> list[BaseException]:
     """It, what it was raised from, and so on."""
-    seen = set[int]()
-    each: BaseException | None = error
-    while each is not None and id(each) not in seen:
-        seen.add(id(each))
-        yield each
-        each = each.__cause__
+    causes = [error]
+    while (cause := causes[-1].__cause__) is not None and all(cause is not e for e in causes):
+        causes.append(cause)
+    return causes

@@ -12,6 +12,7 @@ from rollout.gateway.apis import chat, messages, responses
 from rollout.gateway.apis.writing import ApiRequest, ReplyContext, encode, format_openai_error
 from rollout.gateway.calls import GatewayError, check_forced
 from rollout.gateway.http import EVENTS, JSON, ClientLeftError, Exchange
+from rollout.worker_threads import run_in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -25,6 +26,8 @@ logger = logging.getLogger("rollout.gateway")
 
 #: Begins the paths of trajectories.
 PREFIX = "/t"
+#: A longer body is read in a thread: others wait for the loop.
+LONG_BODY = 256 * 1024
 
 
 class Route(NamedTuple):
@@ -48,7 +51,8 @@ class Router:
 
     def __init__(self, routes: Sequence[Route]) -> None:
         routes = [*routes, Route(".*", (), refuse_path)]
-        self._routes = [(re.compile(each.pattern), each) for each in routes]
+        # Line feeds are characters of a path.
+        self._routes = [(re.compile(each.pattern, re.DOTALL), each) for each in routes]
 
     async def handle(self, exchange: Exchange) -> None:
         """Answer a request.
@@ -134,7 +138,9 @@ class TrajectoryApi:
         self, exchange: Exchange, read_request: RequestReader
     ) -> tuple[GatewaySession, ApiRequest]:
         session = self._authenticate(exchange)
-        request = read_request(await exchange.read_body(), exchange.headers)
+        body = await exchange.read_body()
+        read = partial(read_request, body, exchange.headers)
+        request = await run_in_thread(read) if len(body) > LONG_BODY else read()
         if request.parsed.model is not None:
             self._check_model(request.parsed.model)
         return session, request
@@ -151,7 +157,11 @@ class TrajectoryApi:
             try:
                 await self._generate(exchange, session, request, context)
             except GatewayError as error:
-                await self._send_error(exchange, request, context, error)
+                # In events, where the stream has begun or its client looks for it there.
+                is_length = error.code == "context_length" and request.has_length_in_events
+                if not request.parsed.stream or not (exchange.has_begun or is_length):
+                    raise
+                await exchange.reply(b"".join(request.format_failure(error, context)), EVENTS)
 
         return handle
 
@@ -177,15 +187,6 @@ class TrajectoryApi:
             mark_lost()
             raise
         exchange.on_unread(mark_lost)
-
-    async def _send_error(
-        self, exchange: Exchange, request: ApiRequest, context: ReplyContext, error: GatewayError
-    ) -> None:
-        """An error in events, where the stream has begun or its client looks for it there."""
-        is_length = error.code == "context_length" and request.has_length_in_events
-        if not request.parsed.stream or not (exchange.has_begun or is_length):
-            raise error
-        await exchange.reply(b"".join(request.format_failure(error, context)), EVENTS)
 
     async def _count(self, exchange: Exchange) -> None:
         session, request = await self._read(exchange, messages.read_request)

@@ -211,13 +211,8 @@ class TrajectoryServer:
         if address is None:
             self._served.pop(served_id, None)
             raise _refuse_opening(served)
-        return {
-            "id": served.id,
-            "base_url": address.base_url,
-            "root_url": address.root_url,
-            "api_key": address.api_key,
-            "model": address.model,
-        }
+        names = ("base_url", "root_url", "api_key", "model")
+        return {"id": served.id} | {name: getattr(address, name) for name in names}
 
     async def finish(self, served_id: str, body: FinishBody) -> dict[str, Any]:
         """End a trajectory, with its reward; its state then. Again it changes nothing.

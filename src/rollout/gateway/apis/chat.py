@@ -73,6 +73,7 @@ _DECODER = msgspec.json.Decoder(_Body)
 
 def read_request(body: bytes, headers: Mapping[str, str]) -> ChatRequest:
     """What a body asks for."""
+    reading.check_values(body)
     parsed = reading.decode(_DECODER, body)
     if parsed.top_logprobs and not parsed.logprobs:
         refuse("top_logprobs", "expected logprobs = true beside it")
@@ -101,6 +102,9 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> ChatRequest:
 
 def _read_messages(messages: Sequence[_Message]) -> Iterator[ClientMessage]:
     names: dict[str, str] = {}
+    functions = (call.function for message in messages for call in message.tool_calls or ())
+    arguments = (function.arguments for function in functions)
+    reading.check_values(*(each.encode() for each in arguments if isinstance(each, str)))
     for index, message in enumerate(messages):
         path = f"messages[{index}]"
         calls = tuple(_read_calls(message.tool_calls or (), path))

@@ -93,6 +93,7 @@ _DECODER = msgspec.json.Decoder(_Body)
 
 def read_request(body: bytes, headers: Mapping[str, str]) -> MessagesRequest:
     """What a body asks for; of ``count_tokens`` too, which sets nothing that it could not."""
+    reading.check_values(body)
     parsed = reading.decode(_DECODER, body)
     choice = parsed.tool_choice or _ToolChoice()
     system, is_claude_code = _read_system(parsed.system)

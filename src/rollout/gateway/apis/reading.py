@@ -22,6 +22,8 @@ T = TypeVar("T")
 MAX_DEPTH = 64
 #: Messages of one request with their calls and images; each costs the loop some microseconds.
 MAX_ITEMS = 10_000
+#: JSON values of one body, and of its calls' arguments; each costs about a microsecond.
+MAX_VALUES = 300_000
 MAX_TOOLS = 1024
 MAX_STOP_IDS = 1024
 #: Strings that end a turn, of one request.
@@ -72,6 +74,15 @@ def make_error(message: str, field: str | None = None) -> GatewayError:
 def refuse(field: str, message: str) -> NoReturn:
     """Refuse a field of the body."""
     raise make_error(f"{field}: {message}", field)
+
+
+def check_values(*texts: bytes) -> None:
+    """Refuse JSON of more than `MAX_VALUES` values, before they take time and memory."""
+    bare = (text.replace(rb"\\", b"").replace(rb"\"", b"") for text in texts)
+    # Every second part stands outside strings; so many values have no more strings than that.
+    outside = b"".join(b"".join(text.split(b'"', 6 * MAX_VALUES)[::2]) for text in bare)
+    if sum(map(outside.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise make_error(f"expected at most {MAX_VALUES:,} JSON values")
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes | msgspec.Raw, within: str = "") -> T:
@@ -302,6 +313,7 @@ class Body(SamplingFields):
             if getattr(self, name):
                 refuse(name, why)
         agent_id = headers.get("x-openai-subagent") or headers.get("x-claude-code-agent-id")
+        system = "".join(each.text[:2000] for each in messages[:1] if each.role == "system")
         digest = hashlib.blake2b(body, digest_size=16, person=api.encode())
         digest.update(b"\0%s" % (agent_id or "").encode())
         call = GatewayCall(
@@ -311,7 +323,7 @@ class Body(SamplingFields):
             seed=self.convert_seed(),
             stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
             agent_id=agent_id,
-            is_side=not own.get("tools") and (is_title or _asks_for_title(messages)),
+            is_side=not own.get("tools") and (is_title or _TITLE.search(system) is not None),
             wants_ids=bool(self.return_token_ids),
             digest=digest.digest(),
             is_retry=headers.get("x-stainless-retry-count", "").strip("0").isdecimal(),
@@ -324,11 +336,6 @@ class Body(SamplingFields):
         if len(names) < len(call.tools) or len(names) > MAX_TOOLS:
             refuse("tools", f"expected at most {MAX_TOOLS}, each of another name")
         return call
-
-
-def _asks_for_title(messages: Sequence[ClientMessage]) -> bool:
-    first = messages[0] if messages else None
-    return first is not None and first.role == "system" and bool(_TITLE.search(first.text[:2000]))
 
 
 _TOOL_CHOICES = ("auto", "none", "required")

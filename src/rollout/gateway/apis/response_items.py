@@ -61,20 +61,41 @@ def flatten_name(name: str, space: str | None) -> str:
 
 def read_items(items: Sequence[Item]) -> tuple[ClientMessage, ...]:
     """The conversation that items are; those of one turn of the model become one message."""
+    reading.check_values(*(item.arguments.encode() for item in items))
     reader = _Reader()
     for index, item in enumerate(items):
         reader.read(item, f"input[{index}]")
-    return tuple(reader.messages)
+    return tuple(each.build() if isinstance(each, _Turn) else each for each in reader.messages)
+
+
+class _Turn(msgspec.Struct):
+    """A turn of the model while its items are read."""
+
+    text: str = ""
+    thoughts: list[str] = []
+    calls: list[ClientCall] = []
+    ids: dict[str, None] = {}  # each once, in order
+
+    def build(self) -> ClientMessage:
+        return ClientMessage(
+            role="assistant",
+            text=self.text,
+            reasoning="\n".join(self.thoughts) if self.thoughts else None,
+            calls=tuple(self.calls),
+            ids=tuple(self.ids),
+        )
 
 
 class _Reader:
     """Makes messages of items."""
 
     def __init__(self) -> None:
-        self.messages: list[ClientMessage] = []
+        self.messages: list[ClientMessage | _Turn] = []
         self._names: dict[str, str] = {}
-        #: Whether the last message is a turn of the model to which the next item may belong.
-        self._is_open = False
+        #: The last message where it is a turn, to which the next item may belong.
+        self._open: _Turn | None = None
+        #: The same, also where results of its calls followed.
+        self._last: _Turn | None = None
 
     def read(self, item: Item, path: str) -> None:
         if item.type == "message":
@@ -92,17 +113,12 @@ class _Reader:
 
     def _append(self, role: str, content: Any, field: str, **more: Any) -> None:
         self.messages.append(reading.make_message(role, content, field, **more))
-        self._is_open = False
+        self._open, self._last = None, self._last if role == "tool" else None
 
-    def _open_turn(self, *, is_new: bool = False) -> ClientMessage:
-        """The turn that items extend, the last message."""
-        if is_new or not self._is_open:
-            self.messages.append(ClientMessage(role="assistant"))
-            self._is_open = True
-        return self.messages[-1]
-
-    def _extend(self, at: int = -1, **fields: Any) -> None:
-        self.messages[at] = msgspec.structs.replace(self.messages[at], **fields)
+    def _begin_turn(self) -> _Turn:
+        self._open = self._last = turn = _Turn()
+        self.messages.append(turn)
+        return turn
 
     def _read_message(self, item: Item, path: str) -> None:
         if item.role is None:
@@ -111,26 +127,26 @@ class _Reader:
             self._append(item.role, item.content, f"{path}.content")
             return
         text = reading.make_message(item.role, item.content, f"{path}.content").text
-        turn = self._open_turn(is_new=self._is_open and bool(self.messages[-1].text))
-        own = (item.id.removeprefix(MESSAGE_ID),) if item.id else ()
-        self._extend(text=text, ids=tuple(dict.fromkeys(turn.ids + own)))
+        turn = self._open
+        if turn is None or turn.text:
+            turn = self._begin_turn()
+        turn.text = text
+        if item.id:
+            turn.ids[item.id.removeprefix(MESSAGE_ID)] = None
 
     def _read_reasoning(self, item: Item) -> None:
         answer_id, reasoning = unseal_reasoning(item.encrypted_content or "")
         own = tuple(filter(None, ((item.id or "").removeprefix(REASONING_ID), answer_id)))
-        turn = self._open_turn()
+        turn = self._open or self._begin_turn()
         # Some clients put it behind the text of its turn.
-        has_content = turn.text or turn.calls or turn.reasoning is not None
-        if has_content and not set(own) & set(turn.ids):
-            turn = self._open_turn(is_new=True)
+        if (turn.text or turn.calls or turn.thoughts) and turn.ids.keys().isdisjoint(own):
+            turn = self._begin_turn()
         parts = item.content if isinstance(item.content, list) and item.content else item.summary
         if parts:
             reasoning = "\n".join(part.text or "" for part in parts)
-        if reasoning is None:
-            reasoning = turn.reasoning
-        elif turn.reasoning is not None:
-            reasoning = f"{turn.reasoning}\n{reasoning}"
-        self._extend(reasoning=reasoning, ids=tuple(dict.fromkeys(turn.ids + own)))
+        if reasoning is not None:
+            turn.thoughts.append(reasoning)
+        turn.ids.update(dict.fromkeys(own))
 
     def _read_call(self, item: Item, path: str) -> None:
         name = flatten_name(item.name, item.namespace)
@@ -138,18 +154,8 @@ class _Reader:
         if item.type == "function_call":
             arguments = reading.read_arguments(item.arguments, f"{path}.arguments")
         self._names[item.call_id] = name
-        call = ClientCall(name, arguments, item.call_id)
-        at = self._find_turn(call)
-        if at is None:
-            self._open_turn()
-            at = len(self.messages) - 1
-        self._extend(at, calls=(*self.messages[at].calls, call))
-
-    def _find_turn(self, call: ClientCall) -> int | None:
-        """Where the turn is whose further call this is: some clients put results between them."""
-        at = len(self.messages) - 1
-        while at >= 0 and self.messages[at].role == "tool":
-            at -= 1
-        if self._is_open or at < 0 or not self.messages[at].calls:
-            return None
-        return at if are_of_one_answer(call.id, self.messages[at].calls[-1].id) else None
+        turn = self._last
+        # Some clients put results between the calls of a turn.
+        if turn is None or not turn.calls or not are_of_one_answer(item.call_id, turn.calls[-1].id):
+            turn = self._open or self._begin_turn()
+        turn.calls.append(ClientCall(name, arguments, item.call_id))

@@ -67,6 +67,7 @@ _DECODER = msgspec.json.Decoder(_Body)
 
 def read_request(body: bytes, headers: Mapping[str, str]) -> ResponsesRequest:
     """What a body asks for."""
+    reading.check_values(body)
     parsed = reading.decode(_DECODER, body)
     tools = list(_read_tools(parsed.tools or ()))
     forms = {"tool_choice": parsed.tool_choice}
@@ -151,8 +152,8 @@ def _read_messages(parsed: _Body) -> tuple[ClientMessage, ...]:
         messages = (ClientMessage(role="user", text=parsed.input),)
     if not messages or not parsed.instructions:
         return messages
-    text = parsed.instructions
-    return (ClientMessage(role="system", text=text, is_instructions=True), *messages)
+    system = ClientMessage(role="system", text=parsed.instructions, is_instructions=True)
+    return (system, *messages)
 
 
 @attrs.frozen(kw_only=True)
@@ -292,18 +293,13 @@ def _list_item_events(index: int, item: Mapping[str, Any]) -> list[Event]:
             ("output_text.done", inside | {"text": text, "logprobs": log_probs}),
             ("content_part.done", inside | {"part": part}),
         ]
-    elif item["type"] == "function_call":
-        empty, text = {"arguments": ""}, item["arguments"]
-        end = {"arguments": text, "name": item["name"]}
-        parts = [
-            ("function_call_arguments.delta", inside | {"delta": text}),
-            ("function_call_arguments.done", inside | end),
-        ]
     else:
-        empty, text = {"input": ""}, item["input"]
+        is_function = item["type"] == "function_call"
+        field, more = ("arguments", {"name": item["name"]}) if is_function else ("input", {})
+        kind, empty, text = f"{item['type']}_{field}", {field: ""}, item[field]
         parts = [
-            ("custom_tool_call_input.delta", inside | {"delta": text}),
-            ("custom_tool_call_input.done", inside | {"input": text}),
+            (f"{kind}.delta", inside | {"delta": text}),
+            (f"{kind}.done", inside | {field: text} | more),
         ]
     if not text:
         parts = [each for each in parts if not each[0].endswith(".delta")]
