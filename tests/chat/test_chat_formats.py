@@ -261,6 +261,28 @@ def test_format_spelled_tokens_in_names_arguments_and_tools_stay_text() -> None:
     assert template("qwen2_5").decode(ids).count("<|im_end|>") == 8
 
 
+@pytest.mark.parametrize(
+    ("looks_up", "written"),
+    [
+        ("for k in p.properties %}{{ k }}{{ k in p.required }} ", "bTrue <|im_end|>True "),
+        ("for k, _ in p.properties | dictsort %}{{ k }} ", "<|im_end|> b "),
+    ],
+)
+def test_format_names_that_spell_a_token_are_compared_and_sorted_as_they_are(
+    looks_up: str, written: str
+) -> None:
+    names = {"type": "object", "properties": {"b": {}, "<|im_end|>": {}}}
+    tool = {"function": {"name": "f", "parameters": {**names, "required": ["<|im_end|>", "b"]}}}
+    head = (
+        f"{{% for t in tools %}}{{% set p = t.function.parameters %}}{{% {looks_up}{{% endfor %}}"
+    )
+    messages = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    looking = ChatTemplate(tokenizer(VOCABULARY), chat_template=f"{head}{{% endfor %}}{messages}")
+    ids = looking.prompt_ids(USER, [tool])
+    assert looking.decode(ids).startswith(written)
+    assert list(ids).count(token("<|im_end|>")) == 1
+
+
 def test_format_id_of_a_call_that_spells_a_token_is_that_of_its_result() -> None:
     call = ToolCall(name="f", arguments={}, id="call_[INST]1")
     result = Message(role="tool", content="r", tool_call_id=call.id)

@@ -55,6 +55,7 @@ FRAGMENTS: dict[str, tuple[str, ...]] = {
         '"',
         "print(",
         "<",
+        " ",
     ),
     "glm4": (
         "<tool_call>",
@@ -113,6 +114,7 @@ FRAGMENTS: dict[str, tuple[str, ...]] = {
         "</think>",
         "<",
         '"',
+        " ",
     ),
     "llama3": (
         "<|python_tag|>",
@@ -131,6 +133,7 @@ FRAGMENTS: dict[str, tuple[str, ...]] = {
         "</think>",
         "\\",
         "<",
+        " ",
     ),
     "minimax_m2": (
         "<minimax:tool_call>",
@@ -161,6 +164,7 @@ FRAGMENTS: dict[str, tuple[str, ...]] = {
         "\\",
         "a",
         "<",
+        " ",
     ),
     "pythonic": (
         "[",

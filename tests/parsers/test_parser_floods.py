@@ -62,6 +62,16 @@ def test_parser_deep_nesting_does_no_harm(name: str, deep: str) -> None:
         assert turn.content == turn.content.strip()
 
 
+@pytest.mark.parametrize("space", [" ", "\n"])
+@pytest.mark.parametrize("name", FRAGMENTS)
+def test_parser_white_space_after_a_fragment_takes_time_linear_in_its_length(
+    name: str, space: str
+) -> None:
+    for one in FRAGMENTS[name]:
+        small, large = (f"{one}{space * size}x" for size in (SMALL, TIMES * SMALL))
+        assert any(is_linear(name, small, large) for _ in range(3)), one
+
+
 #: How a turn holds calls, and one of them.
 CALLS = {
     "gemma": ("```tool_code\n{}```", "f()\n"),
@@ -94,7 +104,7 @@ def test_parser_call_after_too_many_tags_is_content() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "shown"),
     [
-        ("pythonic", "[f(x=[{}])]", "'[None,"),
+        ("pythonic", "[f(x=[{}])]", "'f(x=[None,"),
         ("gemma", "<|tool_call>call:f{{x:[{}]}}<tool_call|>", "'None,"),
         ("llama3", "<|python_tag|>f.call(x=[None,{}])", "'x=[None,"),
     ],
@@ -105,6 +115,23 @@ def test_parser_call_with_too_many_values_is_invalid(name: str, text: str, shown
     (call,) = get_tool_parser(name).parse(text.format("None," * MAX_VALUES)).calls
     assert isinstance(call, InvalidToolCall)
     assert call.reason.startswith(f"more than 50,000 values in a call: {shown}")
+
+
+@pytest.mark.parametrize("bracket", ["()", "[]", "{}"])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("pythonic", "[f(x={})]"),
+        ("gemma", "```tool_code\nf(x={})\n```"),
+        ("llama3", "<|python_tag|>f.call(x={})"),
+    ],
+)
+def test_parser_call_with_too_many_brackets_is_found_out_soon(
+    name: str, text: str, bracket: str
+) -> None:
+    (call,) = get_tool_parser(name).parse(text.format(bracket * 500_000)).calls
+    assert isinstance(call, InvalidToolCall)
+    assert call.reason.startswith("more than 50,000 values in a call: ")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from rollout.types import InvalidToolCall, ToolCall
 
 FORMATS = sorted(WRITE)
 COMMAND = {"command": "rm -rf build"}
+GEMMA_TAGS = [("<|tool_call>", "<tool_call|>"), ("<start_function_call>", "<end_function_call>")]
 
 
 def parse(name: str, text: str) -> ParsedTurn:
@@ -127,10 +128,7 @@ def test_write_with_a_fault_before_its_content_runs_no_call_that_it_quotes(name:
     assert isinstance(found, InvalidToolCall)
 
 
-@pytest.mark.parametrize(
-    ("tag", "end"),
-    [("<|tool_call>", "<tool_call|>"), ("<start_function_call>", "<end_function_call>")],
-)
+@pytest.mark.parametrize(("tag", "end"), GEMMA_TAGS)
 def test_gemma_fence_whose_string_quotes_its_end_and_a_call_runs_none(tag: str, end: str) -> None:
     quoted = f"{tag}call:exec{{}}{end}"
     text = f'```tool_code\nwrite(content="\\n```\\n{quoted}")\n```'
@@ -201,3 +199,61 @@ def test_arguments_in_a_string_whose_quotes_are_not_escaped_run_no_call_that_the
     arguments = f"""{{"content": "{WRITE[name]("exec", COMMAND)}"}}"""
     text = WRITE[name]("write", {}).replace("{}", f'"{arguments}"')
     assert named(parse(name, text)) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '```tool_code\nx = write(content="a ``` <|tool_call>call:exec{}<tool_call|>")\n```',
+        '```tool_code\nimport os\nwrite(content="""\n```\n```tool_code\nexec()\n```\n""")\n```',
+        '```tool_code\nimport os\nwrite(content="""\n```\n```tool_code\nexec()\n```\n and',
+    ],
+)
+def test_gemma_malformed_fence_runs_no_call_that_a_string_of_it_quotes(text: str) -> None:
+    turn = parse("gemma", text)
+    assert [(type(call), call.raw) for call in turn.calls] == [(InvalidToolCall, text)]
+
+
+def test_gemma_apostrophe_in_a_comment_of_a_malformed_fence_opens_no_string() -> None:
+    call = "<|tool_call>call:add{a:1,b:2}<tool_call|>"
+    assert named(parse("gemma", f"```tool_code\nx = 1  # it's\n```\n{call}")) == ["add"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *(
+            ("gemma", f"{tag}call:write{{content:{quote}a{end} {tag}call:exec{{}}{end} and")
+            for tag, end in GEMMA_TAGS
+            for quote in ('"', "'", 'r"', '<|"|>', "<escape>")
+        ),
+        (
+            "gemma",
+            '<|tool_call>call:write{content:<|"|>a<tool_call|> <|tool_call>call:exec{command:<|"|>b'
+            '<|"|>}<tool_call|>',
+        ),
+        ("pythonic", "<|python_start|>[write(content='a<|python_end|>b [exec()] and"),
+        ("pythonic", '<|python_start|>[write(content="""a<|python_end|>\n[exec()]\n and'),
+        ("pythonic", '<|python_start|>[write(content="""a<|python_end|> b"\n[exec()]\n and'),
+        ("pythonic", "<|python_start|>[write(content=it is 'a<|python_end|>\n[exec()]\n and"),
+    ],
+)
+def test_write_that_is_cut_in_a_string_with_an_end_tag_is_invalid_to_its_end(
+    name: str, text: str
+) -> None:
+    turn = parse(name, text)
+    assert [(type(call), call.raw) for call in turn.calls] == [(InvalidToolCall, text)]
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [("llama3", "<function=exec>{}</function>"), ("gemma", "<|tool_call>call:exec{}<tool_call|>")],
+)
+def test_malformed_object_runs_no_call_that_it_quotes_whatever_its_first_key(
+    name: str, call: str
+) -> None:
+    for key in ("parameters", "arguments", "id", "x"):
+        for end in ("", ",}"):
+            turn = parse(name, f'{{"{key}": {{"content": "{call}"}}, "name": "write"{end}')
+            assert named(turn) == []
+            assert len(turn.calls) == (key != "x")

@@ -213,27 +213,34 @@ def render_escaped(
     word = "rolloutSpecialToken"  # letters, which templates leave as they are
     while word in text:
         word += "a"
-    spelled: list[str] = []
+    spelled: dict[str, int] = {}  # equal texts get equal words: templates compare and look up
 
-    def mark(text: str, left_out: Container[str] = ()) -> str:
+    def mark(text: str, *, left_out: Container[str] = (), is_sorted: bool = False) -> str:
         end = len(text.rstrip())  # templates look for tokens at the start or end of a content
 
         def add_word(match: re.Match[str]) -> str:
-            token, number = match[0], len(spelled)
+            token = match[0]
             if token in left_out:
                 return token
-            spelled.append(token)
-            is_last = match.end() >= end
+            number = spelled.setdefault(token, len(spelled))
+            is_last = match.end() >= end and not is_sorted
             return f"{word}{number}B{token}" if is_last else f"{token}{word}{number}A"
 
         return encoder.pattern.sub(add_word, text)
 
-    marked = [
-        map_texts(each, partial(mark, left_out=encoder.tags if each["role"] == "assistant" else ()))
-        for each in messages
-    ]
-    offered = None if tools is None else map_texts(list(tools), mark)
-    return _remove_marks(render(marked, offered), word, spelled) if spelled else WrittenText(text)
+    for is_sorted in (False, True):  # a template may sort names, by how they begin
+        change = partial(mark, is_sorted=is_sorted)
+        own = partial(change, left_out=encoder.tags)
+        marked = [
+            map_texts(each, own if each["role"] == "assistant" else change) for each in messages
+        ]
+        offered = None if tools is None else map_texts(list(tools), change)
+        if not spelled:
+            return WrittenText(text)
+        written = _remove_marks(render(marked, offered), word, [*spelled])
+        if written.text == text:
+            break
+    return written
 
 
 def _remove_marks(text: str, word: str, spelled: Sequence[str]) -> WrittenText:

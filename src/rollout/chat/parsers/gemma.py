@@ -14,6 +14,7 @@ from rollout.chat.parsers.pythonic import (
     STRING,
     PythonCall,
     add_call_list,
+    find_code_end,
     make_fault,
     read_bare,
     read_statement,
@@ -38,6 +39,7 @@ _BARE = re.compile(r"""\s*([^,{}\[\]<"'\s](?:[^,{}\[\]<]*[^,{}\[\]<\s])?)(?P<goe
 #: What a bare word may hold beside quotes that it leaves open; "it's" and "dogs'" open none.
 _CLOSED = re.compile(r"""[^"']++|"[^"]*"|(?<!\w)'[^']*'|(?<=\w)'""")
 _CLOSING = {"{": "}", "[": "]"}
+_OPEN = re.compile(r"[rRuU]?\"|'|<\|\"\|>|<escape>")
 _STRINGS = json.JSONDecoder(strict=False)
 
 
@@ -85,16 +87,15 @@ class GemmaParser(TaggedParser):
         return scan.add_call(opening.start(), at + len(end), head[1], arguments)
 
     def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
-        if opening["fence"] is not None:  # which a string may quote, and leave open at the end
-            is_in_string = scan.text[fault.at : fault.at + 1] in ("'", '"')
-            end = len(scan.text) if is_in_string else scan.find(_FENCE, fault.at)
-            return min(end + len(_FENCE), len(scan.text))
+        if opening["fence"] is not None:
+            return find_code_end(scan.text, opening.end(), _FENCE)
         if opening[0] not in _ENDS:
             return len(scan.text)
         if not fault.is_open:
             return fault.at
-        stop = scan.nesting(_NESTED[opening[0]]).find_stop(opening.end())
-        return len(scan.text) if stop is None else stop
+        nesting, end = scan.nesting(_NESTED[opening[0]]), len(scan.text)
+        stops = [nesting.find_stop(at) or end for at in (opening.end(), fault.at)]
+        return end if fault.is_cut else max(stops)
 
 
 def _read_fence(scan: TurnScan, at: int) -> int:
@@ -163,6 +164,8 @@ def _read_value(text: str, at: int, *, is_key: bool) -> tuple[Any, int]:
         if quoted[2] not in ("r", "R"):
             body = _read_json_string(body) if quoted[5] is not None else unescape(body)
         return body, quoted.end()
+    if _OPEN.match(text, at):  # what follows may all be quoted in it
+        raise make_fault("expected a value", text, at, is_cut=True)
     word = (_BARE_KEY if is_key else _BARE).match(text, at)
     if word is None:
         return None, at

@@ -97,7 +97,7 @@ class MistralParser(TaggedParser):
 
 #: How an object in JSON begins, and one that was meant as a call.
 OBJECT = r"\{\s*[\"}]"
-_MEANT_OBJECT = re.compile(r"\{\s*\"(?:name|type|function)\"\s*:")
+_MEANT_OBJECT = re.compile(r"\{\s*\"(?:name|type|function|parameters|arguments|id)\"\s*:")
 
 
 @register_tool_parser("llama3")
@@ -117,7 +117,7 @@ class Llama3Parser(TaggedParser):
     )
     nested = re.compile(rf"(?P<opens><function=[^<>\n]*>{GAP}\{{)|(?P<closes></function>)")
     _begun = re.compile(r"\s*\{|\w")
-    _argument = re.compile(r'\s*"?\s*[{\[]')
+    _argument = re.compile(r'\s*+(?:"\s*+)?[{\[]')
     _built_in = re.compile(r"\s*([A-Za-z_]\w*)\.call(?=\()")
 
     def is_meant(self, scan: TurnScan, opening: re.Match[str]) -> bool:
@@ -158,7 +158,7 @@ def read_objects(scan: TurnScan, start: int, at: int, *, is_marked: bool) -> int
         except FaultyCall as fault:
             if is_marked or _MEANT_OBJECT.match(scan.text, at) is not None:
                 return scan.add_invalid(start, len(scan.text), str(fault))
-            return scan.add_content(start, at + 1)
+            return scan.add_content(start, len(scan.text))  # a string of it may quote calls
         if not is_marked and not ("name" in value and any(key in value for key in keys)):
             return scan.add_content(start, stop)
         scan.add_json_call(start, stop, value, *keys)

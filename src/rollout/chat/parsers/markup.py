@@ -214,7 +214,7 @@ class Glm4Parser(MarkupParser):
     """
 
     stop_tokens = ("<|user|>", "<|observation|>", "<|endoftext|>")
-    call = r"<tool_call>(?P<name>[^<]*)"
+    call = r"<tool_call>(?P<name>[^<]*+)"
     example = "the name of a function"
     end_call = "</tool_call>"
     parameter = r"<arg_key>([^<>]+)</arg_key>\s*<arg_value>"

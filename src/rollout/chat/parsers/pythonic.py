@@ -16,7 +16,7 @@ from rollout.chat.parsers.json_calls import MAX_DEPTH, FaultyCall, read_json_tex
 from rollout.chat.parsers.registry import register_tool_parser
 from rollout.chat.parsers.scan import TaggedParser, TurnScan
 
-#: Commas of one call. No model writes as many.
+#: Commas and opening brackets of one call. No model writes as many.
 MAX_VALUES = 50_000
 
 _NAME = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
@@ -28,8 +28,8 @@ STRING = (
     r"([rRuU]?)(?:"
     r'"""((?:[^"\\]++|\\.|"(?!""))*+)"""|'
     r"'''((?:[^'\\]++|\\.|'(?!''))*+)'''|"
-    r'"((?:[^"\\\n]++|\\.)*+)"|'
-    r"'((?:[^'\\\n]++|\\.)*+)')"
+    r'"(?!"")((?:[^"\\\n]++|\\.)*+)"|'
+    r"'(?!'')((?:[^'\\\n]++|\\.)*+)')"
 )
 #: What `ast` reads otherwise than it is meant here: strings, JSON's constants.
 _REWRITTEN = re.compile(rf"\b(?P<constant>true|false|null)\b|{STRING}", re.DOTALL)
@@ -59,14 +59,16 @@ CALL_LIST = (
 _DOTS = re.compile(r"\[\s*[\w.]+\(\s*(?:\.\.\.|…)")
 
 
-def make_fault(reason: str, text: str, at: int, stop: int | None = None) -> FaultyCall:
+def make_fault(
+    reason: str, text: str, at: int, stop: int | None = None, *, is_cut: bool = False
+) -> FaultyCall:
     """The fault that `reason` names, with what stands at `at`.
 
     Where `stop` is given, what is faulty ends there: brackets in it are not looked at again.
     """
     seen = text[at : at + 20]
     reason = f"{reason}: {seen!r}" if seen else f"{reason}: the text ends"
-    return FaultyCall(reason, at if stop is None else stop)
+    return FaultyCall(reason, at if stop is None else stop, is_cut=is_cut)
 
 
 #: Where a call begins and ends, its function and arguments: what `TurnScan.add_call` takes.
@@ -182,13 +184,17 @@ def _split(text: str, at: int) -> tuple[list[tuple[int, int]], int]:
     """Where the items stand in the brackets that open at `at`, and after them."""
     items: list[tuple[int, int]] = []
     ends: list[str] = []
-    start, commas = at + 1, 0
+    start, values = at + 1, 0
     while True:
         part = _PART.match(text, at)
         assert part is not None
         sign, at = part["sign"], part.end()
         if sign is None:
             raise make_fault(f"expected a value or {ends[-1]}", text, at)
+        values += sign in "[({,"
+        if values > MAX_VALUES:
+            reason = f"more than {MAX_VALUES:,} values in a call"
+            raise make_fault(reason, text, skip_space(text, start), at)
         if sign in _ENDS:
             ends.append(_ENDS[sign])
             if len(ends) > MAX_DEPTH:
@@ -197,16 +203,23 @@ def _split(text: str, at: int) -> tuple[list[tuple[int, int]], int]:
             if len(ends) == 1:
                 items.append((start, at - 1))
                 start = at
-            commas += 1
-            if commas > MAX_VALUES:
-                reason = f"more than {MAX_VALUES:,} values in a call"
-                raise make_fault(reason, text, skip_space(text, start), at)
         elif sign != ends.pop():
             raise make_fault("a bracket closes another one", text, at - 1)
         elif not ends:
             if text[start : at - 1].strip():
                 items.append((start, at - 1))
             return items, at
+
+
+def find_code_end(text: str, at: int, end: str) -> int:
+    """After the next `end` outside of strings; the end of the text, also where one stays open."""
+    parts = re.compile(rf"{STRING}|#(?:(?!{end})[^\n])*+|(?P<end>{end})|['\"]", re.DOTALL)
+    for part in parts.finditer(text, at):
+        if part["end"] is not None:
+            return part.end()
+        if part[0] in ("'", '"'):
+            break
+    return len(text)
 
 
 def _rewrite(found: re.Match[str]) -> str:
@@ -239,6 +252,10 @@ class PythonicParser(TaggedParser):
         if opening["name"] is None:
             return scan.end_call(opening.end())
         return add_call_list(scan, opening, is_marked=opening["mark"] is not None)
+
+    def find_end(self, scan: TurnScan, opening: re.Match[str], fault: FaultyCall) -> int:
+        end = find_code_end(scan.text, opening.end(), r"<\|python_end\|>")
+        return max(end, super().find_end(scan, opening, fault))
 
 
 def add_call_list(scan: TurnScan, opening: re.Match[str], *, is_marked: bool = False) -> int:
