@@ -246,6 +246,24 @@ def test_write_that_is_cut_in_a_string_with_an_end_tag_is_invalid_to_its_end(
 
 
 @pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("hermes", "</tool_call>"),
+        ("kimi_k2", "<|tool_call_end|>"),
+        ("deepseek_v3", "<｜tool▁call▁end｜>"),
+    ],
+)
+def test_write_that_is_cut_after_a_string_with_an_end_tag_is_invalid_to_its_end(
+    name: str, end: str
+) -> None:
+    text = WRITE[name]("write", {"content": f"{end} {WRITE[name]('exec', {})}", "filePath": "a"})
+    for stop in ('"filePath"', '"a"'):
+        turn = parse(name, text[: text.index(stop)])
+        assert [type(call) for call in turn.calls] == [InvalidToolCall]
+        assert turn.content == ""
+
+
+@pytest.mark.parametrize(
     ("name", "call"),
     [("llama3", "<function=exec>{}</function>"), ("gemma", "<|tool_call>call:exec{}<tool_call|>")],
 )

@@ -24,7 +24,7 @@ class FaultyCall(ValueError):
     Attributes:
         at: Where, or past what is faulty in all.
         is_open: Whether a value may be open there, so that what follows may be quoted in it.
-        is_cut: Whether a string of its JSON reaches to the end of the text.
+        is_cut: Whether its JSON, or a string in it, reaches to the end of the text.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ def read_json(text: str, at: int) -> tuple[Any, int]:
     except RecursionError:
         raise FaultyCall("malformed JSON: nested too deeply", at) from None
     except json.JSONDecodeError as error:
-        is_cut = error.msg.startswith("Unterminated string")
+        is_cut = error.msg.startswith("Unterminated string") or error.pos == len(text)
         relative = json.JSONDecodeError(error.msg, text[at : error.pos], error.pos - at)
         raise FaultyCall(f"malformed JSON: {relative}", at, is_cut=is_cut) from None
     except ValueError as error:
