@@ -116,10 +116,9 @@ class RolloutBatch(msgspec.Struct, kw_only=True, eq=False):
         parts = read_batch(Path(directory), tokenizer)
         rows = [segment for each in parts["trajectories"] for segment in each.segments]
         media = [find_media(segment.transcript) for segment in rows]
-        batch = cls(**parts, multi_modal_inputs=MultiModalInputs(media, processor))
-        if (Path(directory) / EVENTS).exists():
-            batch.events_path = Path(directory)
-        return batch
+        inputs = MultiModalInputs(media, processor)
+        events = Path(directory) if Path(directory, EVENTS).exists() else None
+        return cls(**parts, multi_modal_inputs=inputs, events_path=events)
 
     def timeline(self, path: str | Path) -> None:
         """Write where its time went as a Chrome trace, for Perfetto, Chrome or speedscope.

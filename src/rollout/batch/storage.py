@@ -106,9 +106,8 @@ def write_batch(directory: Path, batch: Any, *, overwrite: bool) -> None:
             for name, content in files.items():
                 path = directory / name
                 Path(aside, name).write_bytes(content)
-            for name in files:  # the one with the checksums last
-                path = directory / name
-                Path(aside, name).replace(path)
+            for path in map(directory.joinpath, files):  # the one with the checksums last
+                Path(aside, path.name).replace(path)
             if MEDIA not in files:  # an earlier batch's
                 (directory / MEDIA).unlink(missing_ok=True)
     except OSError as error:  # what stood aside takes up no room any more
@@ -255,11 +254,9 @@ def _read(path: Path) -> bytes:
 def _read_meta(path: Path) -> _Meta:
     if not os.path.isfile(path):
         beside = (path.with_name(name) for name in (TRAJECTORIES, JOURNAL))
-        rest = next(filter(os.path.isfile, beside), None)
-        hint = f"; rollout.load_trajectories reads {rest}" if rest is not None else ""
-        raise RolloutError(
-            f"{path} does not exist; expected a directory that RolloutBatch.save wrote{hint}"
-        )
+        hints = [f"; rollout.load_trajectories reads {at}" for at in beside if os.path.isfile(at)]
+        expected = f"expected a directory that RolloutBatch.save wrote{''.join(hints[:1])}"
+        raise RolloutError(f"{path} does not exist; {expected}")
     content = _read(path)
     version = _decode(content, path, dict[str, Any]).get("format")
     if version != FORMAT:
