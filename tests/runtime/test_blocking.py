@@ -334,7 +334,7 @@ def test_methods_on_the_runtimes_own_thread_are_refused_but_those_that_are_await
 def test_keyboard_interrupt_of_an_agent_is_its_calls_and_the_runtime_stays_usable(
     runtime: BlockingRollout, request: pytest.FixtureRequest
 ) -> None:
-    name = request.node.name
+    name = f"pressing-{request.node.callspec.id}"
 
     @rollout.register_agent(name)
     class Pressing(rollout.AgentLoop):
