@@ -392,9 +392,6 @@ class Generation:
         size = len(chunk.ids)
         if size % 4 or len(chunk.log_probs) != size:
             raise ChunkFault(f"{size} bytes of ids with {len(chunk.log_probs)} bytes of log-probs")
-        log_probs = array("f", chunk.log_probs)
-        if not math.isfinite(sum(log_probs)):
-            raise ChunkFault(f"log-probs {log_probs.tolist()!r:.80}")
         self._check_top(chunk)
         self._check_experts(chunk)
         part = self.last_part
@@ -413,7 +410,7 @@ class Generation:
             if not self.ids:
                 self.ids, self.log_probs = array("i"), array("f")
             self.ids.frombytes(chunk.ids)
-            self.log_probs += log_probs
+            self.log_probs.frombytes(chunk.log_probs)
             if part is not None:
                 part.count += count
             if self.versions and self.versions[-1][0] == chunk.weight_version:
