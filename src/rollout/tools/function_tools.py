@@ -24,7 +24,13 @@ from typing_extensions import TypedDict
 from rollout.child_processes import ChildDiedError, ChildRaisedError, resolve_outcome
 from rollout.errors import ToolError
 from rollout.tools.results import ToolResult, describe_error, normalise_result
-from rollout.tools.schemas import SchemaCheck, as_openai_schema, inline_references, write_path
+from rollout.tools.schemas import (
+    MAX_FAULTS,
+    SchemaCheck,
+    as_openai_schema,
+    inline_references,
+    write_path,
+)
 from rollout.tools.tool import Tool, ToolContext, ToolPolicy, ToolSession, TransientError
 from rollout.user_code import FunctionRef, NotImportableError, check_top_level, function_ref
 from rollout.worker_threads import is_async
@@ -303,8 +309,8 @@ class FunctionTool(Tool, Generic[P, R]):
             text = describe_error(error)
             if isinstance(error, pydantic.ValidationError):
                 faults = error.errors(include_url=False, include_context=False)
-                texts = [f"{write_path(each['loc'])}: {each['msg']}" for each in faults[:20]]
-                text = "; ".join([*texts, "and more"] if len(faults) > 20 else texts)
+                texts = [f"{write_path(e['loc'])}: {e['msg']}" for e in faults[:MAX_FAULTS]]
+                text = "; ".join([*texts, "and more"] if len(faults) > MAX_FAULTS else texts)
             raise ToolError(f"invalid arguments for {self.name!r}: {text}") from error
 
     @functools.cached_property

@@ -11,7 +11,7 @@ import jsonschema_rs
 from rollout.errors import ToolError
 
 #: So many faults are named: a model that repeats itself may make thousands.
-_MAX_FAULTS = 20
+MAX_FAULTS = 20
 #: Keys whose values are data or names, not schemas: copied as they are.
 _VERBATIM = frozenset({"const", "default", "enum", "examples", "required"})
 #: Keys that are left out; the tags that a discriminator maps stand in the alternatives as well.
@@ -55,7 +55,7 @@ class SchemaCheck:
                 for error in self._validator.iter_errors(found)
                 if error.instance_path or getattr(error.kind, "property", None) not in fixed
             )
-            faults = [self._describe(error) for error in islice(errors, _MAX_FAULTS)]
+            faults = [self._describe(error) for error in islice(errors, MAX_FAULTS)]
             faults += ["and more" for _ in islice(errors, 1)]
         except (TypeError, ValueError) as error:  # what JSON cannot hold
             faults = [f"{type(error).__name__}: {error!s:.200}"]
@@ -74,7 +74,7 @@ class SchemaCheck:
             return f"unknown {quote_all(error.kind.unexpected)}{where or taken}"
         # Of anyOf and oneOf, what is wrong with it by each of the schemas.
         nested = (each.message for branch in getattr(error.kind, "context", ()) for each in branch)
-        message = "; and ".join(islice(nested, _MAX_FAULTS)) or error.message
+        message = "; and ".join(islice(nested, MAX_FAULTS)) or error.message
         return f"{path or 'arguments'}: {message:.240}"
 
 
