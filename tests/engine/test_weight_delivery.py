@@ -187,6 +187,42 @@ async def test_broadcast_whose_last_replica_of_a_machine_breaks_is_removed_by_an
         assert left_in(directory) == []
 
 
+async def test_broadcast_brings_up_replicas_that_were_lost_or_added_after_the_one_before(
+    cores: list[Any], received: list[DistributedWeights], tmp_path: Path
+) -> None:
+    def describe(pool: EnginePool) -> DistributedWeights:
+        replicas = pool.statistics()
+        return describe_tensors({}, host="h", port=1, replicas=replicas, directory=str(tmp_path))
+
+    async def states_become(pool: EnginePool, states: list[str]) -> None:
+        with anyio.fail_after(60):
+            while [each.state for each in pool.statistics()] != states:
+                await anyio.sleep(0.1)
+
+    async with pool_of({}, {}).serving() as pool, anyio.create_task_group() as tasks:
+        with hold_clock():
+            await pool.update_weights(8, describe(pool))
+        cores[0].on_death()
+        tasks.start_soon(pool.add_replica)
+        await anyio.sleep(20)
+        assert sorted(each.state for each in pool.statistics()) == ["serving", *["waiting"] * 2]
+        with hold_clock():
+            await pool.update_weights(9, describe(pool))
+        await states_become(pool, ["serving"] * 3)
+        assert [told.world_size for told in received] == [3, 3, 4, 4, 4]
+        assert [replica.weight_version for replica in pool.router.replicas] == [9] * 3
+        for core in [core for core in cores if not core.is_closed]:
+            core.on_death()
+        await anyio.sleep(0.1)
+        with pytest.raises(EngineError, match="^DistributedWeights reach no replica"):
+            await pool.update_weights(10, describe(pool))
+        await states_become(pool, ["waiting"] * 3)
+        with hold_clock():  # none serves, and all have it when it returns
+            await pool.update_weights(10, describe(pool))
+        await states_become(pool, ["serving"] * 3)
+        assert [replica.weight_version for replica in pool.router.replicas] == [10] * 3
+
+
 async def test_broadcast_over_nccl_to_two_replicas_on_one_gpu_is_refused(
     cores: list[Any], received: list[DistributedWeights], tmp_path: Path
 ) -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 #: Joining the group, and each tensor's way, may take this long.
 GROUP_S = 120.0
+#: States of the replicas that receive what is sent.
+RECEIVING = ("serving", "waiting")
 
 
 def describe_tensors(
@@ -34,14 +36,14 @@ def describe_tensors(
     Args:
         host: The sender's address, as the engines reach it.
         port: A free port there.
-        world_size: The number of replicas that serve, and one for the sender; or None, and they
-            are counted in `replicas`.
+        world_size: The number of replicas that serve, or wait for weights, and one for the
+            sender; or None, and they are counted in `replicas`.
         replicas: `runtime.statistics().replicas`.
         backend: "nccl" where sender and engines have a GPU each.
         directory: Where engines put them to load them from; on each machine, one copy of the model.
     """
     if world_size is None:
-        world_size = 1 + sum(replica.state == "serving" for replica in replicas)
+        world_size = 1 + sum(replica.state in RECEIVING for replica in replicas)
     return DistributedWeights(
         host=host,
         port=port,

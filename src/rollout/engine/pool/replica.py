@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import anyio
@@ -35,7 +35,7 @@ from rollout.observe.events import ReplicaChanged, ReplicaSampled
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from rollout.engine.channel.messages import Operation
     from rollout.engine.routing import ReplicaState
@@ -104,7 +104,7 @@ class Replica:
     """One engine over all of its starts and sessions.
 
     Attributes:
-        state: "starting", "serving", "lost", "restarting", "removed" or "closed".
+        state: As in `ReplicaStatistics`.
         starts: How often it has come to serve.
         last_error: Why it does not serve; empty while it does, and before its first start.
         start_error: What its last start failed with.
@@ -338,6 +338,17 @@ class Replica:
         """Keep why it does not serve."""
         self.last_error = self.add_name(why)
 
+    @contextmanager
+    def waiting(self, why: str) -> Iterator[None]:
+        """Around the wait of one that has started for weights that it can have."""
+        before = self.state
+        self.note_error(why)
+        self._set_state("waiting", why)
+        try:
+            yield
+        finally:
+            self._set_state(before)
+
     def add_name(self, why: str) -> str:
         """An error with the replica's name."""
         return why if why.startswith(self.name) else f"{self.name}: {why}"
@@ -428,7 +439,8 @@ class ReplicaStatistics:
 
     Attributes:
         state: "starting", "serving", "lost", "restarting" (it waits to be started again, or
-            starts), "removed" or "closed".
+            starts), "waiting" (it has started, and serves with the next weights), "removed" or
+            "closed".
         in_flight: Requests sent and not known to be gone, zombies included.
         zombies: Cancelled requests whose end is not confirmed.
         starts: How often it has come to serve.

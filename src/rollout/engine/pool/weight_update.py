@@ -27,7 +27,7 @@ from rollout.limits import cleanup_scope
 from rollout.worker_threads import run_in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from rollout.engine.channel.channel import Channel
     from rollout.engine.pool.request_runner import RequestRunner
@@ -78,6 +78,7 @@ class WeightUpdater:
         self._staged: list[SentWeights] = []  # whose files are still there
         self._errors: dict[Replica, EngineError] = {}  # of those that did not load the current ones
         self._updates = Notifier()
+        self._waiting: dict[Replica, Channel] = {}  # of replicas that only other weights bring up
 
     async def bring_up(self, replica: Replica, channel: Channel) -> None:
         """Give a replica that does not serve yet the current weights."""
@@ -94,10 +95,7 @@ class WeightUpdater:
             is_reached = replica.is_here or not wanted.is_staged
             try:
                 if isinstance(wanted.source, DistributedWeights) or not is_reached:
-                    why = f"{replica.name} waits for the next weights: {UNREACHED}"
-                    logger.warning(why)
-                    replica.note_error(why)
-                    await self._updates.wait()
+                    await self._wait_for_others(replica, channel, wanted)
                 else:
                     await self._load(replica, channel, wanted, wanted.source)
             except EngineError as error:
@@ -106,6 +104,21 @@ class WeightUpdater:
                     raise
                 if channel.lost.is_set():
                     raise
+
+    async def _wait_for_others(
+        self, replica: Replica, channel: Channel, wanted: SentWeights
+    ) -> None:
+        """Return when other weights than `wanted` are the current ones, or a broadcast came."""
+        why = f"{replica.name} waits for the next weights: {UNREACHED}"
+        if replica.last_error != why:
+            logger.warning(why)
+        self._waiting[replica] = channel
+        try:
+            with replica.waiting(why):
+                while wanted is self.current is not replica.weights:
+                    await self._updates.wait()
+        finally:
+            del self._waiting[replica]
 
     async def update(self, version: int, source: WeightSource, mode: UpdateMode) -> None:
         """Have the replicas that serve load new weights, side by side.
@@ -127,13 +140,12 @@ class WeightUpdater:
             self._requests.resume_deadlines()
 
     def _check_reach(self, source: WeightSource, mode: UpdateMode) -> None:
-        """Raise an `EngineError` where a replica that serves could not load them."""
-        serving = [replica for replica in self._replicas if replica.is_serving]
+        """Raise an `EngineError` where a replica that is to load them could not."""
+        reached = self._find_reached(source)
         if isinstance(source, DistributedWeights):
-            check_broadcast(source, serving)
-        for replica in serving:
-            assert replica.channel is not None
-            if fault := replica.channel.info.weights_fault(source.kind, mode):
+            check_broadcast(source, reached)
+        for replica, channel in reached.items():
+            if fault := channel.info.weights_fault(source.kind, mode):
                 raise EngineError(f"{replica.name}: {fault}")
             if mode == "wait" and replica.released and replica.in_flight:
                 why = "sleeps with requests under way, which end after wake_up only"
@@ -144,24 +156,33 @@ class WeightUpdater:
                     "not reach; expected DiskWeights in a directory that every machine sees"
                 )
 
+    def _find_reached(self, source: WeightSource) -> dict[Replica, Channel]:
+        """The replicas that an update has load these weights.
+
+        Those that wait for the next ones have to receive a broadcast with the others: it is sent
+        once. What lies in files they load by themselves.
+        """
+        serving = {each: each.channel for each in self._replicas if each.channel is not None}
+        return serving | self._waiting if isinstance(source, DistributedWeights) else serving
+
     async def _change(self, weights: SentWeights, mode: UpdateMode) -> None:
         self._staged.append(weights)
         before, self.current, self._errors = self.current, weights, {}
         self._router.require_weights(weights.version)
-        serving = {
-            replica: replica.channel for replica in self._replicas if replica.channel is not None
-        }
-        broadcast = WeightBroadcast(list(serving))
+        reached = self._find_reached(weights.source)
+        serving = [replica for replica in reached if replica.is_serving]
+        broadcast = WeightBroadcast(list(reached))
         self._updates.notify()
         for replica in serving:
             self._router.set_weights(replica.name, NO_WEIGHTS)
         try:
             async with anyio.create_task_group() as tasks:
-                for replica, channel in serving.items():
+                for replica, channel in reached.items():
                     tasks.start_soon(self._update_one, replica, channel, weights, mode, broadcast)
         finally:
             await broadcast.discard()
-        if not serving:
+        self._updates.notify()  # those that waited serve with what they have received
+        if not serving or any(each.weights is weights for each in reached if each not in serving):
             await self._wait_for_first(weights)
         if not self._is_served(weights) and (self._errors or self._has_replicas()):
             why = self._describe_failure(weights)
@@ -170,7 +191,8 @@ class WeightUpdater:
             raise EngineError(why)
         for replica, error in self._errors.items():
             if replica.weights is not weights:  # it has not come back yet
-                replica.restart(replica.channel, f"other weights are needed: {error}")
+                channel = self._waiting.get(replica, replica.channel)
+                replica.restart(channel, f"other weights are needed: {error}")
         await self._discard_others()
 
     async def _update_one(
@@ -286,16 +308,18 @@ def check_update(version: Any, source: Any, mode: Any) -> int:
     return int(version)
 
 
-def check_broadcast(source: DistributedWeights, replicas: Sequence[Replica]) -> None:
+def check_broadcast(source: DistributedWeights, replicas: Mapping[Replica, Channel]) -> None:
     """Check that a broadcast reaches these replicas."""
     count = len(replicas)
+    if not count:
+        raise EngineError("DistributedWeights reach no replica: none serves or waits for weights yet")
     if source.world_size != count + 1:
         raise EngineError(
             f"world_size = {source.world_size}; expected {count + 1}: the sender and "
-            f"{count} replicas that serve"
+            f"{count} replicas that serve or wait for weights"
         )
     seen: dict[tuple[str, str], str] = {}
-    for replica in replicas:
+    for replica, channel in replicas.items():
         if replica.machines > 1:
             raise EngineError(
                 f"{replica.name} is spread over {replica.machines} machines, where "
@@ -304,7 +328,7 @@ def check_broadcast(source: DistributedWeights, replicas: Sequence[Replica]) -> 
             )
         if source.backend != "nccl":
             continue
-        gpu = replica.channel.info.gpu if replica.channel is not None else ""
+        gpu = channel.info.gpu
         other = seen.setdefault((replica.machine, gpu), replica.name)
         if gpu and other != replica.name:
             raise EngineError(
@@ -339,7 +363,7 @@ class _Machine:
 
 
 class WeightBroadcast:
-    """One broadcast to the replicas that serve when it begins."""
+    """One broadcast to the replicas that serve, or wait for weights, when it begins."""
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self._ranks = {replica: rank for rank, replica in enumerate(replicas, start=1)}
