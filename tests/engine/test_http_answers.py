@@ -165,6 +165,10 @@ SGLANG_FAULTS: dict[str, tuple[list[Event], str]] = {
     "count_of_text": ([sglang(IDS, STOP, "three")], "completion_tokens"),
     "finish_of_text": ([sglang(IDS, "stop")], "finish_reason"),
     "version_of_list": ([sglang(IDS, STOP, weight_version=[3])], "weight_version"),
+    "version_huge": (
+        [sglang(IDS, STOP, weight_version="2147483648")],
+        "meta_info.weight_version = '2147483648'; expected less than 2**31",
+    ),
     "finish_missing": ([sglang(IDS, finish_reason=LEFT_OUT)], "finish reason"),
     "finish_unknown": ([sglang(IDS, {"type": "new"})], "{'type': 'new'}"),
     "cached_tokens_of_text": ([sglang(IDS, STOP, cached_tokens="many")], "cached_tokens"),
@@ -291,6 +295,13 @@ async def test_deltas_that_end_with_none_become_tokens(tmp_path: Path) -> None:
     (trajectory,), _, _ = await play("sglang", [events], tmp_path, facts)
     assert trajectory.outcome is Outcome.COMPLETED, trajectory.cause
     assert answer_of(trajectory)[0] == IDS
+
+
+async def test_sglang_version_that_is_no_decimal_number_is_unknown(tmp_path: Path) -> None:
+    answers = [[sglang(IDS, STOP, weight_version=name)] for name in ("\u00b2", "0" * 5000 + "7")]
+    trajectories, _, _ = await play("sglang", answers, tmp_path)
+    versions = [each.transcript.weight_versions()[-1] for each in trajectories]
+    assert versions == [0, 7], [each.cause for each in trajectories]
 
 
 AT_ONCE: dict[Api, list[Event]] = {

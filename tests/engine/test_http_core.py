@@ -221,6 +221,37 @@ async def test_http_vllm_abort_closes_the_connection(model: str) -> None:
             assert core.load().running == 0
 
 
+@pytest.mark.parametrize("api", ["sglang", "vllm"])
+async def test_http_text_with_separators_of_lines_is_no_end_of_an_event(
+    model: str, api: str
+) -> None:
+    path, name = {
+        "sglang": ("/generate", "sglang_generate.txt"),
+        "vllm": ("/v1/completions", "vllm_completions.txt"),
+    }[api]
+    events = (RECORDED / name).read_text().replace("data: {", 'data: {"note":"\u2028\u2029\x85",')
+
+    async def stream(_: dict[str, Any], send: Callable[[str], Awaitable[None]]) -> None:
+        for start in range(0, len(events), 7):  # pieces that begin and end anywhere
+            await send(events[start : start + 7])
+
+    async with recorded_server() as server:
+        server.on_stream(f"POST {path}", stream)
+        async with opened(server, model, api) as core:
+            generation, last = await collect(core, asked(temperature=1.0))
+    assert (generation.ids.tolist()[:3], last.error) == ([94, 300, 24], "")
+
+
+async def test_http_server_facts_of_another_type_are_named(model: str) -> None:
+    async with recorded_server() as server:
+        facts = {"max_req_input_len": None, "context_length": "2048"}
+        with pytest.raises(EngineError) as caught:
+            async with opened(server, model, facts=facts):
+                pytest.fail("opened")
+        assert str(caught.value).startswith(f"{server.url}: a field of the answer is not as")
+        assert str(caught.value).endswith("`$.context_length`")
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [

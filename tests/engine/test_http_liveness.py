@@ -18,6 +18,7 @@ from rollout.config import HttpEngine, InProcessPlacement, ModelConfig, RolloutC
 from rollout.engine import open_engines
 from rollout.engine.placement.memory import MemoryByteStream, memory_stream_pair
 from rollout.engine.pool.generation import Generation
+from rollout.errors import EngineError
 from test_trainer_settings import save_model
 
 if TYPE_CHECKING:
@@ -76,6 +77,11 @@ class Network(httpcore.AsyncNetworkBackend):
         self.state = "refuses"
         for stream in self._ends:
             stream.cut()
+
+    def cut(self) -> None:
+        """All connections break, and the server lives."""
+        self.die()
+        self.state = "up"
 
     def fall_silent(self) -> None:
         """The server's machine is gone: packets go nowhere."""
@@ -153,6 +159,19 @@ class Server(RecordedServer):
             await send(self._event(start, 1, {"type": "abort", "message": ""}))
         else:
             await send(self._event(start, 2, {"type": "stop", "matched": 0}))
+
+    def on_refusal(self, route: str, status: int, until: float) -> None:
+        """Refuse what is posted there until then."""
+        generate = self._routes[f"POST {route}"]
+
+        async def answer(body: dict[str, Any], send: Send) -> None:
+            if anyio.current_time() < until:
+                self.came_at.append((route, anyio.current_time()))
+                await send(HEAD.format(status=status, kind="text/plain") + "later")
+            else:
+                await generate(body, send)
+
+        self._routes[f"POST {route}"] = answer
 
     @staticmethod
     def _event(start: int, count: int, finish: dict[str, Any] | None) -> str:
@@ -292,6 +311,53 @@ async def test_http_server_that_is_gone_is_lost_and_its_requests_resume(
         assert generation.ids.tolist() == [3, 4, 5]  # one, and two after it
         assert generation.resumes == 1
         assert len(server.posts(GENERATE[api])) == 2
+
+
+@pytest.mark.parametrize("api", APIS)
+async def test_http_answer_that_is_cut_by_a_server_that_lives_resumes(
+    api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server(seconds=10)
+    async with serving(server, tmp_path, monkeypatch, api) as (pool, network):
+        generation = Generation()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, pool, generation)
+            await anyio.sleep(5)
+            network.cut()
+        assert generation.ids.tolist() == [3, 4, 5]
+        assert (generation.resumes, len(server.posts(GENERATE[api]))) == (1, 2)
+        assert [each.starts for each in pool.statistics()] == [1]
+
+
+async def test_http_answers_that_are_always_cut_fail_after_twenty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server(seconds=10)
+    async with serving(server, tmp_path, monkeypatch) as (pool, network):
+
+        async def cut_all() -> None:
+            while True:
+                await anyio.sleep(3)
+                network.cut()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(cut_all)
+            generation = Generation()
+            with pytest.raises(EngineError, match=r"^20 connections were lost with the request"):
+                await generate(pool, [5, 6, 7], 100, generation)
+            tasks.cancel_scope.cancel()
+        assert generation.count == len(server.posts("/generate")) == 20  # a token each
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+async def test_http_server_that_takes_no_request_now_is_asked_again(
+    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server(seconds=1)
+    async with serving(server, tmp_path, monkeypatch) as (pool, _):
+        server.on_refusal("/generate", status, anyio.current_time() + 30)
+        assert await ask(pool) == [3, 4]
+        assert 30 < len(server.posts("/generate")) < 40
 
 
 async def test_http_idle_server_that_refuses_connections_is_lost_in_seconds(

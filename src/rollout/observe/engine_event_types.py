@@ -10,7 +10,7 @@ class ReplicaChanged(Event, frozen=True, kw_only=True):
 
     Attributes:
         replica: Its name.
-        state: "starting", "serving", "lost", "restarting", "waiting", "removed" or "closed".
+        state: "starting", "serving", "lost", "restarting", "removed" or "closed".
         why: Where something went wrong.
         capacity: Requests that it computes at once, or holds where its engine does not say so; 0
             unless it serves.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 import anyio
@@ -35,7 +35,7 @@ from rollout.observe.events import ReplicaChanged, ReplicaSampled
 from rollout.scopes import open_task_group
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
 
     from rollout.engine.channel.messages import Operation
     from rollout.engine.routing import ReplicaState
@@ -104,11 +104,12 @@ class Replica:
     """One engine over all of its starts and sessions.
 
     Attributes:
-        state: As in `ReplicaStatistics`.
+        state: As in `ReplicaStatistics`, but "waiting".
         starts: How often it has come to serve.
         last_error: Why it does not serve; empty while it does, and before its first start.
         start_error: What its last start failed with.
         channel, routed: While it serves.
+        waiting: Its session while it has started, and cannot have the current weights.
         requests: Those in flight there for which a caller waits.
         weights: What it was sent last since its engine started; None: what it started with.
         released: Memory that its engine has released, by tags.
@@ -131,6 +132,7 @@ class Replica:
         self.last_error = ""
         self.start_error: EngineError | None = None
         self.channel: Channel | None = None
+        self.waiting: Channel | None = None
         self.routed: ReplicaState | None = None
         self.requests: dict[Generation, None] = {}
         self.weights: SentWeights | None = None
@@ -338,17 +340,6 @@ class Replica:
         """Keep why it does not serve."""
         self.last_error = self.add_name(why)
 
-    @contextmanager
-    def waiting(self, why: str) -> Iterator[None]:
-        """Around the wait of one that has started for weights that it can have."""
-        before = self.state
-        self.note_error(why)
-        self._set_state("waiting", why)
-        try:
-            yield
-        finally:
-            self._set_state(before)
-
     def add_name(self, why: str) -> str:
         """An error with the replica's name."""
         return why if why.startswith(self.name) else f"{self.name}: {why}"
@@ -400,7 +391,7 @@ class Replica:
         """A snapshot."""
         return ReplicaStatistics(
             name=self.name,
-            state=self.state,
+            state="waiting" if self.waiting is not None else self.state,
             in_flight=self.in_flight,
             zombies=self.channel.aborting if self.channel else 0,
             starts=self.starts,

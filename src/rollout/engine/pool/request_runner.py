@@ -12,6 +12,7 @@ import attrs
 
 from rollout.bridge import loop_clock
 from rollout.engine.core import INTERRUPTED, WHOLE_ANSWERS
+from rollout.engine.pool.generation import Loss
 from rollout.engine.pool.replica import describe_errors
 from rollout.limits import cleanup_scope
 from rollout.observe.events import RequestEnded, RequestPlaced
@@ -282,6 +283,14 @@ class RequestRunner:
 
     async def _is_over(self, request: Generation) -> bool:
         """Whether the generation has its answer; returns when the next request may be made."""
+        if request.finish_reason == "rejected":
+            await anyio.sleep(request.refused_backoff_s)
+            request.refused_backoff_s = min(2 * request.refused_backoff_s, MAX_REFUSED_BACKOFF_S)
+            if not request.parts[-1].count:
+                return False
+            # An engine behind HTTP broke off in mid-answer: that counts as a connection that broke.
+            request.is_lost, request.loss = True, Loss(request.error)
+            request.loss.settle(is_process_lost=False)
         if request.is_lost or request.is_malformed:
             await self._count_failure(request)
             if self._policy == "fail":
@@ -297,12 +306,6 @@ class RequestRunner:
                 field = request.sampling.find_stateful_field()
                 if field:
                     request.restart(f"it was interrupted (sampling.{field})")
-                return False
-            case "rejected":
-                await anyio.sleep(request.refused_backoff_s)
-                request.refused_backoff_s = min(
-                    2 * request.refused_backoff_s, MAX_REFUSED_BACKOFF_S
-                )
                 return False
             case "error":
                 raise request.fail(request.error or f"{request.replica}: the engine failed")

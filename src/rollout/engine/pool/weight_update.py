@@ -78,7 +78,6 @@ class WeightUpdater:
         self._staged: list[SentWeights] = []  # whose files are still there
         self._errors: dict[Replica, EngineError] = {}  # of those that did not load the current ones
         self._updates = Notifier()
-        self._waiting: dict[Replica, Channel] = {}  # of replicas that only other weights bring up
 
     async def bring_up(self, replica: Replica, channel: Channel) -> None:
         """Give a replica that does not serve yet the current weights."""
@@ -95,7 +94,13 @@ class WeightUpdater:
             is_reached = replica.is_here or not wanted.is_staged
             try:
                 if isinstance(wanted.source, DistributedWeights) or not is_reached:
-                    await self._wait_for_others(replica, channel, wanted)
+                    why = f"{replica.name} waits for the next weights: {UNREACHED}"
+                    if replica.last_error != why:
+                        logger.warning(why)
+                    replica.note_error(why)
+                    replica.waiting = channel
+                    while wanted is self.current is not replica.weights:
+                        await self._updates.wait()
                 else:
                     await self._load(replica, channel, wanted, wanted.source)
             except EngineError as error:
@@ -104,21 +109,8 @@ class WeightUpdater:
                     raise
                 if channel.lost.is_set():
                     raise
-
-    async def _wait_for_others(
-        self, replica: Replica, channel: Channel, wanted: SentWeights
-    ) -> None:
-        """Return when other weights than `wanted` are the current ones, or a broadcast came."""
-        why = f"{replica.name} waits for the next weights: {UNREACHED}"
-        if replica.last_error != why:
-            logger.warning(why)
-        self._waiting[replica] = channel
-        try:
-            with replica.waiting(why):
-                while wanted is self.current is not replica.weights:
-                    await self._updates.wait()
-        finally:
-            del self._waiting[replica]
+            finally:
+                replica.waiting = None
 
     async def update(self, version: int, source: WeightSource, mode: UpdateMode) -> None:
         """Have the replicas that serve load new weights, side by side.
@@ -157,13 +149,13 @@ class WeightUpdater:
                 )
 
     def _find_reached(self, source: WeightSource) -> dict[Replica, Channel]:
-        """The replicas that an update has load these weights.
-
-        Those that wait for the next ones have to receive a broadcast with the others: it is sent
-        once. What lies in files they load by themselves.
-        """
-        serving = {each: each.channel for each in self._replicas if each.channel is not None}
-        return serving | self._waiting if isinstance(source, DistributedWeights) else serving
+        """Those that serve and, as a broadcast is sent once, those that wait for weights."""
+        is_sent_once = isinstance(source, DistributedWeights)
+        found = {
+            each: each.channel or (each.waiting if is_sent_once else None)
+            for each in self._replicas
+        }
+        return {replica: channel for replica, channel in found.items() if channel is not None}
 
     async def _change(self, weights: SentWeights, mode: UpdateMode) -> None:
         self._staged.append(weights)
@@ -191,8 +183,8 @@ class WeightUpdater:
             raise EngineError(why)
         for replica, error in self._errors.items():
             if replica.weights is not weights:  # it has not come back yet
-                channel = self._waiting.get(replica, replica.channel)
-                replica.restart(channel, f"other weights are needed: {error}")
+                session = replica.channel or replica.waiting
+                replica.restart(session, f"other weights are needed: {error}")
         await self._discard_others()
 
     async def _update_one(
@@ -312,7 +304,7 @@ def check_broadcast(source: DistributedWeights, replicas: Mapping[Replica, Chann
     """Check that a broadcast reaches these replicas."""
     count = len(replicas)
     if not count:
-        raise EngineError("DistributedWeights reach no replica: none serves or waits for weights yet")
+        raise EngineError("DistributedWeights: no replica serves, or waits for weights, yet")
     if source.world_size != count + 1:
         raise EngineError(
             f"world_size = {source.world_size}; expected {count + 1}: the sender and "

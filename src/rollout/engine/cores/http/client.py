@@ -78,24 +78,24 @@ class HttpClient:
             ) as answer:
                 if answer.status_code != self._httpx.codes.OK:
                     self._check(path, answer.status_code, await answer.aread())
-                lines = answer.aiter_lines()
+                lines = _split_lines(answer.aiter_bytes())
                 try:
                     async for line in lines:
                         data = line.removeprefix("data:").strip()
                         if data and data != "[DONE]" and line.startswith("data:"):
                             yield msgspec.json.decode(data, type=dict[str, Any])
                 finally:
-                    # Run httpx's nest of generators to its end: closing the outermost would leave
+                    # Run the nest of generators to its end: closing the outermost would leave
                     # the others to the garbage collector, which trio resents.
                     with anyio.CancelScope(shield=True):
                         await answer.aclose()
                         with suppress(self._httpx.HTTPError, self._httpx.StreamError):
                             async for _ in lines:
                                 pass
+        except (msgspec.MsgspecError, self._httpx.DecodingError) as error:
+            raise EngineError(f"an event is no JSON object: {error}") from error
         except self._httpx.HTTPError as error:
             raise self._wrap_error(error) from error
-        except msgspec.MsgspecError as error:
-            raise HttpError(f"{self._url}{path}: an event is no JSON object: {error}") from error
 
     def _wrap_error(self, error: Exception) -> HttpError:
         is_silence = isinstance(error, self._httpx.TimeoutException)
@@ -105,6 +105,21 @@ class HttpClient:
         if not self._httpx.codes.is_success(status):
             shown = content.decode(errors="replace")[:SHOWN_CHARACTERS]
             raise HttpError(f"{self._url}{path} answered {status}: {shown}", status)
+
+
+async def _split_lines(pieces: AsyncIterator[bytes]) -> AsyncGenerator[str, None]:
+    """Lines up to each line feed.
+
+    httpx's own end at U+2028 and its like too, which servers leave as they are in JSON.
+    """
+    begun: list[bytes] = []  # joined once: a line may be long, and come in small pieces
+    async for piece in pieces:
+        *ends, rest = piece.split(b"\n")
+        for end in ends:
+            yield b"".join((*begun, end)).decode(errors="replace")
+            begun = []
+        begun.append(rest)
+    yield b"".join(begun).decode(errors="replace")
 
 
 @asynccontextmanager

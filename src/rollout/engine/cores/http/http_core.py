@@ -31,6 +31,8 @@ REFUSED_S = 5.0
 #: One that is silent, or answers with errors of its own (5xx), is lost after this only: it may be
 #: in a long step, or paused for its trainer's weights. SGLang's own watchdog gives a step as long.
 SILENCE_S = 300.0
+#: Statuses of a server, or of a proxy before it, that takes no request now.
+PASSING = (429, 502, 503, 504)
 #: Connections beside those of generations: for polls and aborts.
 CONTROL_CONNECTIONS = 4
 #: An abort that is not confirmed by then ends with the connection.
@@ -116,6 +118,8 @@ class HttpCore(BaseCore[_Reader]):
         while True:
             try:
                 return await self._api.describe(self._control)
+            except EngineError as error:  # what the answer lacks
+                raise EngineError(f"{self._url}: {error}") from error
             except HttpError as error:
                 if error.status and error.status < 500:
                     raise EngineError(str(error)) from error
@@ -203,8 +207,8 @@ class HttpCore(BaseCore[_Reader]):
         except HttpError as error:
             if error.is_refusal:
                 await self._lose_if_refused(str(error))
-            is_full = (error.status == 503 or error.is_silence) and not entry.tokens
-            entry.give_up("rejected" if is_full else "error", str(error))
+            is_passing = error.is_refusal or error.is_silence or error.status in PASSING
+            entry.give_up("rejected" if is_passing else "error", str(error))
         return [entry.last_chunk()]
 
     async def _lose_if_refused(self, reason: str) -> None:

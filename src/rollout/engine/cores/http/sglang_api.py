@@ -60,8 +60,9 @@ class SGLangApi:
         self._is_deterministic = bool(facts.get("enable_deterministic_inference"))
         if facts.get("enable_priority_scheduling"):  # other servers may refuse priorities
             self._priority_sign = -1 if facts.get("schedule_low_priority_values_first") else 1
-        length = facts.get("max_req_input_len") or facts.get("context_length")
-        return length, parse_version(facts.get("weight_version"))
+        known = read_fields(facts, _ServerInfo)
+        version = parse_version(known.weight_version, "weight_version")
+        return known.max_req_input_len or known.context_length, version
 
     def body(
         self, request: GenerationRequest, room: int, weight_version: int, chunk_tokens: int
@@ -86,6 +87,12 @@ class SGLangApi:
     def reader(self, request: GenerationRequest) -> SGLangReader:
         """Reads the answers to one request."""
         return SGLangReader(request.request_id, is_incremental=self._is_incremental)
+
+
+class _ServerInfo(msgspec.Struct):
+    max_req_input_len: Natural | None = None
+    context_length: Natural | None = None
+    weight_version: str | None = None
 
 
 class _ScoredToken(msgspec.Struct, array_like=True):

@@ -230,9 +230,12 @@ def read_finish(reason: Mapping[str, Any]) -> tuple[FinishReason, str]:
     return ("rejected" if status == SERVICE_UNAVAILABLE else "error"), message
 
 
-def parse_version(text: str | None) -> int:
-    """A weight version of ours; 0 for what SGLang says where none was set."""
-    return int(text) if text and text.isdigit() else 0
+def parse_version(text: str | None, field: str = "meta_info.weight_version") -> int:
+    """A weight version of ours; 0 for what SGLang says where none was set, and for other names."""
+    version = int(text.lstrip("0")[:11] or 0) if text and text.isdecimal() else 0
+    if version >= 2**31:  # they travel as int32
+        raise EngineError(f"{field} = {text!r:.40}; expected less than 2**31")
+    return version
 
 
 def read_experts(meta: Mapping[str, Any]) -> bytes:
