@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -207,6 +208,46 @@ async def test_killed_replica_keeps_its_group_while_it_does_not_start_again(
         assert groups() == ["engine-0"]
         await pool.remove_replica("engine-0")
         assert groups() == []
+
+
+async def test_replica_cancelled_while_ray_makes_its_group_gives_the_group_back(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, goes_on, ended = threading.Event(), threading.Event(), threading.Event()
+    make = ray.util.placement_group
+
+    def make_late(*args: Any, **options: Any) -> Any:
+        began.set()
+        goes_on.wait()
+        try:
+            return make(*args, **options)
+        finally:
+            ended.set()
+
+    async with opened(config()) as pool:
+        monkeypatch.setattr(ray.util, "placement_group", make_late)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pool.add_replica)
+            await anyio.to_thread.run_sync(began.wait)
+            tasks.cancel_scope.cancel()
+            goes_on.set()
+        await anyio.to_thread.run_sync(ended.wait)
+        assert groups() == ["engine-0"]
+
+
+@pytest.mark.slow
+async def test_group_that_somebody_else_removes_is_made_anew(cluster: Any) -> None:
+    async with opened(config()) as pool:
+        (made,) = [pg for pg, of in ray.util.placement_group_table().items() if is_there(of)]
+        placement = pool._settings.placement.groups["engine-0"]  # type: ignore[attr-defined]
+        await anyio.to_thread.run_sync(ray.util.remove_placement_group, placement)
+        with anyio.fail_after(PATIENCE_S):
+            while pool.statistics()[0].starts < 2:
+                await anyio.sleep(0.05)
+        await ask_until_it_serves(pool, "engine-0")
+        assert await ask(pool, 1, 1) == [2]
+        assert groups() == ["engine-0"]
+        assert not is_there(ray.util.placement_group_table()[made])
 
 
 @pytest.mark.slow
@@ -452,6 +493,14 @@ def test_config_only_engines_with_node_ranks_spread_over_machines() -> None:
         (
             {"colocate": ("here:0",), "machines_per_replica": 2},
             "placement.colocate = ['here:0']: expected 2 for each of engine.replicas = 1",
+        ),
+        (
+            {"gpus_per_replica": 1.5},
+            "placement.gpus_per_replica = 1.5: expected a whole number a machine, or at most 1",
+        ),
+        (
+            {"cpus_per_replica": 1e-6},
+            "placement.cpus_per_replica = 1e-06: expected 0 or at least 0.0001 a machine",
         ),
     ],
 )

@@ -11,6 +11,9 @@ from rollout.config.checks import Count, GpuSlots, NonNegative, Text, Texts
 from rollout.config.config_faults import Fault
 from rollout.config.section_type import Section, fields_named
 
+#: Ray counts resources in these.
+RAY_QUANTUM = 0.0001
+
 
 @attrs.frozen(kw_only=True)
 class PlacementConfig(Section):
@@ -67,9 +70,17 @@ class RayPlacement(PlacementConfig):
     colocate: GpuSlots = ()
 
     def relation_faults(self, sound: Collection[str]) -> Iterator[Fault]:
-        """A place is found in one way."""
+        """A place is found in one way, and Ray can give what is asked of each machine."""
         if {"nodes", "colocate"} <= set(sound) and self.nodes and self.colocate:
             yield Fault("nodes", "expected none, as placement.colocate is given", list(self.nodes))
+        for name in ("gpus_per_replica", "cpus_per_replica"):
+            is_known = {name, "machines_per_replica"} <= set(sound)
+            amount = (getattr(self, name) or 0.0) if is_known else 0.0
+            share = amount / self.machines_per_replica if amount else 0.0
+            if 0 < share < RAY_QUANTUM:
+                yield Fault(name, f"expected 0 or at least {RAY_QUANTUM:g} a machine", amount)
+            elif name == "gpus_per_replica" and share > 1 and share % 1:
+                yield Fault(name, "expected a whole number a machine, or at most 1", amount)
 
 
 def gpus_of(engine: object, placement: RayPlacement) -> float:

@@ -43,6 +43,8 @@ CONCURRENT_METHODS = 3
 NAMESPACE = "rollout"
 #: Bound of each step that ends an actor or a connection to the cluster.
 CLOSE_S = 10.0
+#: To ask Ray for a placement group, not for its resources.
+RESERVE_S = 30.0
 #: Calls of Ray that block a thread at once.
 RAY_THREADS = 8
 
@@ -105,6 +107,8 @@ class RayActors:
                         f"{name}: its Ray actor died while starting: {error}"
                     ) from error
                 except self._ray.exceptions.RayError as error:
+                    if isinstance(error, self._ray.exceptions.TaskPlacementGroupRemoved):
+                        self.groups.pop(name, None)  # by somebody else: the next start makes one
                     raise EngineError(f"{name}: {error}") from error
                 logger.info("%s serves on %s:%d (Ray node %s)", name, host, port, node)
                 for actor in actors:
@@ -143,12 +147,13 @@ class RayActors:
             return await self._find_node(self._find_gpu_slot(name, slot, 0)[0], "NodeID")
         if name not in self.groups:
             bundles = [await self._build_bundle(slot, rank) for rank in range(self._machines)]
-            self.groups[name] = await self._call(
-                self._ray.util.placement_group,
-                bundles,
-                strategy="PACK" if self._machines == 1 else "STRICT_SPREAD",
-                name=f"{self._run}/{name}",
-            )
+            with anyio.fail_after(RESERVE_S, shield=True):  # or nobody gives back what Ray has made
+                self.groups[name] = await self._call(
+                    self._ray.util.placement_group,
+                    bundles,
+                    strategy="PACK" if self._machines == 1 else "STRICT_SPREAD",
+                    name=f"{self._run}/{name}",
+                )
         group = self.groups[name]
         async with open_task_group() as tasks:
             tasks.start_soon(self._log_waiting, name)
