@@ -76,10 +76,8 @@ def register_agent(name: str) -> Callable[[Loop], Loop]:
             raise AgentError(f"register_agent({name!r}): {fault}")
         taken = _registry.setdefault(name, loop)
         # A reloaded module (a notebook's cell run again) may replace its own class.
-        if _find_origin(taken) != _find_origin(loop):
-            raise AgentError(
-                f"register_agent({name!r}): the name is taken by {_find_origin(taken)}"
-            )
+        if (origin := _find_origin(taken)) != _find_origin(loop):
+            raise AgentError(f"register_agent({name!r}): the name is taken by {origin}")
         _registry[name] = loop
         return loop
 

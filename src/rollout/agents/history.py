@@ -265,18 +265,16 @@ class History:
         Raises:
             AgentError: It cannot be continued there.
         """
-        length = len(self.transcript)
+        length, what = len(self.transcript), f"branch: position = {position!r:.80}: expected"
         if type(position) is not int or not 1 <= position <= length:
-            raise AgentError(
-                f"branch: position = {position!r}: expected an integer from 1 to {length}"
-            )
+            raise AgentError(f"{what} an integer from 1 to {length}")
         marks = [mark for mark in self._marks if mark.position <= position]
         after = self._marks[len(marks) :]
         is_within = not marks or marks[-1].position < position
         if is_within and (not marks or (after and after[0].turn_start is None)):
             raise AgentError(
-                f"branch: position = {position}: expected the end of a prompt, of a turn or of "
-                "what answered it, or a position within a turn"
+                f"{what} the end of a prompt, of a turn or of what answered it, or a position "
+                "within a turn"
             )
         mark = marks[-1]
         row = Row(self.transcript.fork(position), purpose, self.rows[-1], position)

@@ -57,9 +57,7 @@ class MediaIntake:
         fetcher: MediaFetcher | None = None,
         engines_fault: Callable[[str], str] = lambda _: "",
     ) -> None:
-        self._engines_fault = engines_fault
-        self._limits = limits
-        self.processor = processor
+        self._engines_fault, self._limits, self.processor = engines_fault, limits, processor
         ids = () if processor is None else processor.placeholder_ids.values()
         self.placeholders = tuple(sorted(ids))
         self._fetcher = fetcher

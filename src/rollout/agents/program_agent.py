@@ -115,8 +115,7 @@ class ProgramAgent(AgentLoop):
         self._command, self._env, self._files = command, env or {}, files or {}
         self._collect = tuple(collect)
         self._collected_bytes = max_collected_bytes
-        self._check = check
-        self._timeout_s = timeout_s
+        self._check, self._timeout_s = check, timeout_s
 
     async def run(self, context: AgentContext) -> None:
         """Run the program to its end; cancellation and deadlines kill all of its processes."""
@@ -124,9 +123,8 @@ class ProgramAgent(AgentLoop):
         async with context.gateway.open(context) as address:
             task = await AgentTask.of(context, await _map_address(context, address))
             with tempfile.TemporaryDirectory(prefix="rollout-files-") as directory:
-                command, env = await in_thread(
-                    "files of a program", self._prepare, task, Path(directory)
-                )
+                args = self._prepare, task, Path(directory)
+                command, env = await in_thread("files of a program", *args)
                 await sandbox.upload(directory, ".")
             is_late = False
             try:
@@ -135,24 +133,15 @@ class ProgramAgent(AgentLoop):
                 result, is_late = ExecResult(exit_code=137, stdout=error.stdout), True
             output = result.stdout.decode(errors="replace")
             files, left_out = await self._collect_files(sandbox)
-            context.extra["program"] = {
-                "exit_code": result.exit_code,
-                "output": output,
-                "left_out": left_out,
-            }
-            context.extra["files"] = files
+            said = {"exit_code": result.exit_code, "output": output, "left_out": left_out}
+            context.extra.update(program=said, files=files)
             if is_late:
-                raise LimitExceeded(
-                    f"the program timed out after {self._timeout_s:g} s",
-                    source="ProgramAgent.timeout_s",
-                    reason="timeout",
-                )
+                late, source = f"timed out after {self._timeout_s:g} s", "ProgramAgent.timeout_s"
+                raise LimitExceeded(f"the program {late}", source=source, reason="timeout")
             if result.exit_code and self._check:
                 end = output.strip()[-400:]
-                failure = AgentError(
-                    f"the program failed: exit code {result.exit_code}"
-                    + (f": {end}" if end else "")
-                )
+                end = f": {end}" if end else ""
+                failure = AgentError(f"the program failed: exit code {result.exit_code}{end}")
                 failure.output = output
                 raise failure
 
@@ -211,10 +200,9 @@ class ProgramAgent(AgentLoop):
                 left_out.append(path)
                 continue
             room -= len(content)
-            try:
+            files[path] = content
+            with suppress(UnicodeDecodeError):
                 files[path] = content.decode()
-            except UnicodeDecodeError:
-                files[path] = content
         return files, [*left_out, *unmatched]
 
 

@@ -87,6 +87,5 @@ def mini_swe_agent(
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "OPENAI_API_BASE": "{base_url}",
     }
-    return ProgramAgent(
-        [*command, *arguments, "-t", "{prompt}"], variables | dict(env or {}), **options
-    )
+    command += [*arguments, "-t", "{prompt}"]
+    return ProgramAgent(command, variables | dict(env or {}), **options)

@@ -255,12 +255,8 @@ class Renderer:
 
     async def find_drift(self, history: History) -> Drift:
         """See `ChatTemplate.drift`; beside the loop, since it renders the conversation again."""
-        return await run_text(
-            self._services.texts,
-            True,
-            self._services.template.drift,
-            *(history.transcript, history.messages, history.decode_turns(), self._schemas),
-        )
+        args = history.transcript, history.messages, history.decode_turns(), self._schemas
+        return await run_text(self._services.texts, True, self._services.template.drift, *args)
 
     @property
     def _schemas(self) -> Schemas | None:
@@ -293,12 +289,8 @@ class Renderer:
 
 def make_length_error(source: str, what: str) -> LimitExceeded:
     """The error that ends a trajectory where the length at `source` leaves no room."""
-    return LimitExceeded(
-        f"{source}: {what}",
-        source=source,
-        reason=source.rpartition(".")[2],
-        outcome=Outcome.LENGTH,
-    )
+    text, reason = f"{source}: {what}", source.rpartition(".")[2]
+    return LimitExceeded(text, source=source, reason=reason, outcome=Outcome.LENGTH)
 
 
 def _make_room_error(room: Room, count: str) -> LimitExceeded:
