@@ -250,6 +250,11 @@ class Clock(Limit):
             if not limit.is_over:  # else it has fired, or does so next
                 limit.renew()
 
+    def cancel_all(self) -> None:
+        """Cancel the blocks of all limits: their tasks were left behind by an agent that ended."""
+        for scope in [each._scope for each in self.governed if each._scope is not None]:
+            scope.cancel()
+
     def carry(self) -> None:
         """Pause all limits, and have the trajectory wait before its next request."""
         self.carried_since, self._resumed = self.now(), anyio.Event()

@@ -290,6 +290,20 @@ async def test_keep_room_lengths_are_the_agents_to_judge() -> None:
     assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
 
 
+@pytest.mark.parametrize("tokens", [75.5, float("nan"), -5000, True, None, "8"])
+async def test_keep_room_that_is_no_count_is_refused(tokens: Any) -> None:
+    async def trial(context: AgentContext) -> None:
+        await context.begin()
+        room = context.room
+        with pytest.raises(AgentError, match=r"keep_room: tokens = .*; expected an integer"):
+            context.keep_room(tokens)
+        assert context.room == room
+        await context.generate()
+
+    (trajectory,) = (await tried(trial)).trajectories
+    assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
+
+
 WORK = (
     Scenario(seed=2)
     .reply("little room", "Notes: three of five done.")

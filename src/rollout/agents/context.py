@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 from rollout.agents.conversation import Conversation
@@ -155,7 +156,8 @@ class AgentContext(Conversation):
             LimitExceeded: A length leaves no room for a token, `agent.max_assistant_turns` is
                 reached, or a deadline fired; let it pass.
             EngineError: The engine failed or was lost, or a field has a value that cannot be.
-            AgentError: It is generating already, or has not begun; a field is unknown.
+            AgentError: It is generating already, has not begun, or the trajectory has ended; a
+                field is unknown.
         """
         return generate_turn(self, sampling or None, stop_strings)
 
@@ -355,8 +357,8 @@ class AgentContext(Conversation):
         if state.used_tools is not None:
             await state.used_tools.close()
         user, state.user = state.user, None
-        if user is not None:
-            await state.clean_up("finish of the interaction", user.finish)
+        if user is not None:  # which may have no `finish`: that is found out within `clean_up`
+            await state.clean_up("finish of the interaction", partial(methodcaller("finish"), user))
 
 
 def _list_schemas(

@@ -199,18 +199,20 @@ class Conversation:
             messages: In place of the prompt's own, or of those that a segment was opened with.
             ids: The prompt in tokens. Neither it nor the history is rendered then, or compared.
         """
+        self._check_open("begin")
         if self.transcript and ids is None and not self.is_main:
             if messages is not None:  # a segment begins as it is opened
                 await self.begin_with(without_padding(messages))
             return
-        if self.transcript:
-            raise AgentError("begin: the trajectory has begun already")
         state, is_shared = self._state, messages is None
         given = state.prompt.messages if messages is None else without_padding(messages)
         if ids is None:
             rendered = await self._renderer.render_prompt(given, is_shared=is_shared)
         else:
             rendered = self._renderer.read_opening("begin", ids, given)
+        self._check_open("begin")
+        if self.transcript:  # another task may have begun it meanwhile
+            raise AgentError("begin: the trajectory has begun already")
         if rendered.cut_tokens:
             state.count_cut(rendered.cut_tokens)
         self._history.begin(rendered, self._renderer.prompt_room)
@@ -233,6 +235,7 @@ class Conversation:
         """
         row, renderer = self._history.rows[0], self._find_renderer(tools)
         rendered = await renderer.render_opening("begin_with", messages)
+        self._check_open("begin_with")
         if self.transcript and (self.is_main or row.seeds):
             raise AgentError(f"begin_with: {self.session_id} has begun already")
         row.transcript = Transcript()
@@ -273,7 +276,7 @@ class Conversation:
         """
         if not self.transcript:
             await self.begin()
-        identity = self._name_next(purpose)
+        identity = self._name_next("branch", purpose)
         if self._generation is None:
             self._check_idle("branch")
             await self._settle()
@@ -308,7 +311,7 @@ class Conversation:
             LimitExceeded: They are more than fits.
             AgentError: They cannot be rendered; or the ids are none.
         """
-        identity, renderer = self._name_next(purpose), self._find_renderer(tools)
+        identity, renderer = self._name_next("subagent", purpose), self._find_renderer(tools)
         if ids is None:
             rendered = await renderer.render_opening("subagent", without_padding(messages))
         else:
@@ -323,8 +326,9 @@ class Conversation:
     def _find_renderer(self, tools: Schemas | None) -> Renderer:
         return self._renderer if tools is None else Renderer(self._state.services, tuple(tools))
 
-    def _name_next(self, purpose: Any) -> Identity:
+    def _name_next(self, what: str, purpose: Any) -> Identity:
         """The identity of the conversation that is opened next, once its purpose is checked."""
+        self._check_open(what)
         if not is_name(purpose):
             raise AgentError(f"purpose = {purpose!r:.80}: expected a non-empty string in UTF-8")
         self._opened_count += 1
@@ -422,6 +426,7 @@ class Conversation:
         await self._settle()
         with self._noting_limits():
             rendered = await self._renderer.render_opening("compact", without_padding(messages))
+        self._check_idle("compact")
         self._end_turn()
         self._history.compact(rendered, self._renderer.prompt_room)
         self._known_tokens = 0
@@ -434,7 +439,12 @@ class Conversation:
 
         Args:
             tokens: 0 reserves none.
+
+        Raises:
+            AgentError: It is no such number; nothing has changed.
         """
+        if type(tokens) is not int or tokens < 0:
+            raise AgentError(f"keep_room: tokens = {tokens!r:.80}; expected an integer >= 0")
         self._reserved_tokens = tokens
         self._ends_at_lengths = self.is_main and not tokens
 
@@ -487,9 +497,13 @@ class Conversation:
         elif self._ends_at_lengths or error.outcome is not Outcome.LENGTH:
             self._state.end(error.outcome, error.reason, limit_source=error.source)
 
-    def _check_idle(self, what: str, *, is_begun: bool = True) -> None:
-        if self._is_closed and is_begun:
+    def _check_open(self, what: str) -> None:
+        self._state.check_open(what)
+        if self._is_closed:
             raise AgentError(f"{what}: {self.session_id} is closed: its block was left")
+
+    def _check_idle(self, what: str, *, is_begun: bool = True) -> None:
+        (self._check_open if is_begun else self._state.check_open)(what)
         if self._generation is not None:
             raise AgentError(f"{what}: {self.session_id} is generating; wait for its turn")
         if is_begun and not self.transcript:
@@ -534,6 +548,7 @@ class Conversation:
         self._append(rendered)
 
     def _append(self, rendered: Rendered) -> None:
+        self._state.check_open("observe")
         self._end_turn()
         self._history.observe(rendered)
 

@@ -88,6 +88,7 @@ async def generate_turn(
                         raise limit.deadline.error()  # the engine kept it before we could
                     fault = "the engine aborted the generation"
                     raise EngineError(f"{conversation.session_id}: {fault}")
+            state.check_open("generate")
             if known_s is not None:
                 state.generation_s += known_s
             elif log is not None:
@@ -157,7 +158,8 @@ def _append_sampled(
     waited_s = now - started - generation.held_s
     state.count_generation(generation, waited_s, conversation._known_tokens)
     finish_reason, cut_by = find_end(generation, limit, now)
-    has_begun = bool(generation.count or generation.finish_reason not in (None, "abort"))
+    has_ended = generation.finish_reason not in (None, "abort")
+    has_begun = not state.is_over and bool(generation.count or has_ended)
     if state.services.events.is_on:
         end = finish_reason if has_begun else "", cut_by or ""
         _emit_turn_ended(conversation, generation, (started, now), end)

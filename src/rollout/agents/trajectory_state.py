@@ -203,6 +203,11 @@ class TrajectoryState:
 
     # How it ends.
 
+    def check_open(self, what: str) -> None:
+        """Raise an `AgentError` where its agent has ended: what is judged stays as it is."""
+        if self.is_over:
+            raise AgentError(f"{what}: the trajectory has ended")
+
     def end(self, outcome: Outcome | str, reason: str, *, limit_source: str | None = None) -> None:
         """Settle the outcome; see `AgentContext.end`."""
         if outcome not in tuple(Outcome):  # the text of a member is equal to it

@@ -48,6 +48,7 @@ from rollout.scheduling.tokenization import TokenizationCheck
 from rollout.scheduling.trajectory_events import emit_started
 from rollout.scopes import find_exception, unwrap_group
 from rollout.types import DRIFT, Cause, Outcome
+from rollout.utf8 import is_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -251,6 +252,7 @@ async def _end_agent(run: TrajectoryRun) -> None:
     """Settle how the agent ended, where it raised, and close its tools."""
     member, context = run.member, run.context
     run.clock.release()
+    run.clock.cancel_all()
     member.running, member.concluding_since = None, run.clock.now()
     for name in vars(context).keys() & _CONTEXT_NAMES:
         delattr(context, name)  # the agent has put something in the place of a method
@@ -295,12 +297,15 @@ def _settle_failure(context: AgentContext, error: BaseException) -> None:
     """Settle the outcome of an agent that raised, unless one is: of a limit that fired before."""
     state, leaf = context.state, unwrap_group(error)
     if isinstance(leaf, LimitExceeded):
-        state.end(leaf.outcome, leaf.reason, limit_source=leaf.source)
+        try:
+            state.end(leaf.outcome, leaf.reason, limit_source=leaf.source)
+        except AgentError as fault:  # an agent has changed it
+            _settle_failure(context, fault)
     elif state.ending is None and isinstance(leaf, RejectedPrompt):
         state.ending = _reject(leaf)
     elif state.ending is None and not isinstance(leaf, UnresponsiveError):
         reason = leaf.reason if isinstance(leaf, EngineError) else "agent"
-        state.ending = Ending.fail(reason, leaf)
+        state.ending = Ending.fail(reason if is_name(reason) else "agent", leaf)
 
 
 def _reject(error: RejectedPrompt) -> Ending:
