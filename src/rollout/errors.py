@@ -48,9 +48,11 @@ class EngineError(RolloutError):
     none is left; or "sampling", since an agent asked for what no engine can read.
     """
 
+    reason: str = "engine"  # of a subclass whose `__init__` does not call this one
+
     def __init__(self, message: str, *, reason: str | None = None) -> None:
         super().__init__(message)
-        self.reason = reason or "engine"
+        self.reason = reason or self.reason
 
 
 class ChannelError(EngineError):
@@ -131,10 +133,11 @@ class LimitExceeded(RolloutError):
         outcome: `Outcome.LENGTH`, `Outcome.LIMIT` or `Outcome.DEADLINE`.
     """
 
+    source = reason = ""
+    outcome = Outcome.LIMIT
+
     def __init__(
         self, message: str, *, source: str, reason: str, outcome: Outcome = Outcome.LIMIT
     ) -> None:
         super().__init__(message)
-        self.source = source
-        self.reason = reason
-        self.outcome = outcome
+        self.source, self.reason, self.outcome = source, reason, outcome

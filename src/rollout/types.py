@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rollout.medium import Media
-from rollout.wait_places import format_user_frames
+from rollout.wait_places import format_user_frames, get_cause
 
 #: A trajectory's cause keeps this many characters of traceback: enough for the frames that matter.
 MAX_TRACEBACK_CHARACTERS = 2000
@@ -227,12 +227,11 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
         A cancellation is how a time-out reaches the code, and no cause of it; and what says nothing
         explains nothing.
         """
-        root, cause, seen = error, error.__cause__, {id(error)}
-        while cause is not None and id(cause) not in seen:  # causes may go round
+        root, cause, seen = error, error, {id(error)}
+        while (cause := get_cause(cause)) is not None and id(cause) not in seen:  # it may go round
             if type(cause).__name__ not in CANCELLATIONS and read_message(cause):
                 root = cause
             seen.add(id(cause))
-            cause = cause.__cause__
         frames = format_user_frames(root)
         while len(frames) > 1 and sum(map(len, frames)) > MAX_TRACEBACK_CHARACTERS:
             del frames[0]

@@ -18,6 +18,9 @@ INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 #: Packages that run the code of others, or that this library waits in: their lines explain nothing.
 _LOOPS = {"anyio", "asyncio", "concurrent", "outcome", "sniffio", "trio"}
 _AWAITED = {*_LOOPS, "httpx", "httpcore", "mcp", LIBRARY}
+#: Of any error, whatever its class puts in their place.
+get_cause: Any = BaseException.__dict__["__cause__"].__get__
+get_traceback: Any = BaseException.__dict__["__traceback__"].__get__
 
 
 def is_user_frame(frame: FrameType) -> bool:
@@ -84,7 +87,7 @@ def format_user_frames(error: BaseException) -> list[str]:
     """
     frames = [
         (frame, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
+        for frame, line in traceback.walk_tb(get_traceback(error))
         if root_module(frame) not in _LOOPS
     ]
     starts = (at for at, (frame, _) in enumerate(frames) if is_user_frame(frame))

@@ -12,7 +12,7 @@ import pytest
 import rollout
 from rollout import AgentLoop, Outcome, Prompt, SchedulingConfig, Trajectory, function_tool
 from rollout.agents import AgentContext, agent_names, register_agent
-from rollout.interactions import ScriptedUser
+from rollout.interactions import InteractionTurn, ScriptedUser
 from rollout.testing import Scenario
 
 pytestmark = pytest.mark.anyio
@@ -56,6 +56,92 @@ async def run(
             assert runtime.statistics().admitted == 0
             raise
     return batch.trajectories
+
+
+class BareEngineError(rollout.EngineError):
+    """Its base does not know of it."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+class NumberedEngineError(rollout.EngineError):
+    """Has a code where its base has a word."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.reason = 5  # type: ignore[assignment]
+
+
+class BareLimit(rollout.LimitExceeded):
+    """Its base does not know of it."""
+
+    def __init__(self, text: str) -> None:
+        Exception.__init__(self, text)
+        self.reason = 5  # type: ignore[assignment]
+
+
+class LazyError(Exception):
+    """What it came of cannot be found out."""
+
+    @property
+    def __cause__(self) -> Any:
+        raise ZeroDivisionError
+
+    @property
+    def __traceback__(self) -> Any:
+        raise ZeroDivisionError
+
+
+@register_agent("endings_raising")
+class Raising(AgentLoop):
+    """Raises what its prompt says."""
+
+    async def run(self, context: AgentContext) -> None:
+        await context.generate()
+        if "error" in context.prompt.extra:
+            raise context.prompt.extra["error"]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "cause"),
+    [
+        (BareEngineError("x"), "engine", "BareEngineError"),
+        (NumberedEngineError("x"), "agent", "NumberedEngineError"),
+        (LazyError("x"), "agent", "LazyError"),
+        (BaseExceptionGroup("x", [BareLimit("x")]), "agent", "AgentError"),
+    ],
+)
+async def test_odd_error_of_an_agent_fails_its_trajectory_alone(
+    error: BaseException, reason: str, cause: str
+) -> None:
+    prompts = [user(agent_name="endings_raising", extra=extra) for extra in ({"error": error}, {})]
+    failed, other = await run(prompts)
+    assert (failed.outcome, failed.reason) == (Outcome.FAILED, reason)
+    assert failed.cause.type == cause
+    assert (other.outcome, other.cause) == (Outcome.COMPLETED, None)
+
+
+class Unfinished:
+    """A simulated user that has no `finish`."""
+
+    name = "unfinished"
+
+    async def start(self, context: Any) -> None:
+        pass
+
+    async def respond(self, messages: Any) -> InteractionTurn:
+        return InteractionTurn("", is_done=True)
+
+
+async def test_user_that_cannot_finish_fails_no_trajectory(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made: Any = Unfinished
+    async with rollout.open_rollout(SCENARIO.config(), interactions=[made]) as runtime:
+        batch = await runtime.generate([user(**interaction("unfinished")), user()])
+    assert [each.outcome for each in batch.trajectories] == [Outcome.COMPLETED] * 2
+    assert "finish of the interaction failed" in caplog.text
 
 
 def interaction(name: Any) -> dict[str, Any]:
