@@ -218,12 +218,32 @@ async def test_agent_timeout_of_a_prompt_ends_its_agent_and_is_rewarded(word: st
     assert free.limit_source != source
 
 
-@pytest.mark.parametrize("value", [0, -1.0, True, "7", float("nan")])
+@pytest.mark.parametrize(
+    "value", [0, -1.0, True, "7", float("nan"), pytest.param(10**400, id="huge")]
+)
 async def test_agent_timeout_that_is_no_time_is_refused(value: Any) -> None:
     prompt = Prompt(messages="hi", extra={"agent_timeout_s": value})
     async with rollout.open_rollout(scenario(1.0).config()) as runtime:
         with pytest.raises(rollout.PromptError, match=r"\['agent_timeout_s'\] = .*a number > 0"):
             await runtime.generate([prompt])
+
+
+async def test_prompt_that_changes_to_no_time_while_it_waits_leaves_its_slot_free() -> None:
+    late = Prompt(messages="hi")
+
+    async def change() -> None:
+        await anyio.sleep(0.5)
+        late.extra["agent_timeout_s"] = 10**400
+
+    scheduling = SchedulingConfig(max_in_flight=1)
+    async with rollout.open_rollout(scenario(1.0).config(scheduling=scheduling)) as runtime:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(change)
+            with pytest.raises(OverflowError):
+                await runtime.generate([Prompt(messages="hi"), late])
+        with anyio.fail_after(100):
+            (trajectory,) = (await runtime.generate([Prompt(messages="hi")])).trajectories
+    assert trajectory.outcome is Outcome.COMPLETED
 
 
 async def test_engine_that_is_full_for_hours_ends_a_trajectory_by_its_limit() -> None:

@@ -192,9 +192,10 @@ def find_faults(prompt: Prompt) -> list[str]:
         elif isinstance(value, str) and not is_encodable(value):
             faults.append(f"{field} = {value!r:.80}: expected a text that UTF-8 can hold")
     own = prompt.extra.get(AGENT_TIMEOUT_S) if isinstance(prompt.extra, Mapping) else None
-    is_number = isinstance(own, int | float) and not isinstance(own, bool)
-    if own is not None and not (is_number and own > 0):
-        faults.append(f"extra[{AGENT_TIMEOUT_S!r}] = {own!r:.80}: expected a number > 0")
+    is_number = isinstance(own, float) or (isinstance(own, int) and own < 2**1023)  # a float's most
+    if own is not None and not (is_number and not isinstance(own, bool) and own > 0):
+        expected = "expected a number > 0 that a float can hold"
+        faults.append(f"extra[{AGENT_TIMEOUT_S!r}] = {own!r:.80}: {expected}")
     if isinstance(prompt.tools_kwargs, Mapping):
         faults += [
             f"tools_kwargs[{name!r}] = {kwargs!r:.80}: expected a mapping"

@@ -136,7 +136,11 @@ class Scheduler:
         of_group = member.group.deadline
         if of_group is not None:
             of_group = of_group.later(self.engines.paused_s())
-        deadline = limit_trajectory(self.config.limits, member.prompt, of_group)
+        try:
+            deadline = limit_trajectory(self.config.limits, member.prompt, of_group)
+        except BaseException:  # the time that its prompt gives it was changed after its check
+            self.release_slot(member)
+            raise
         if member.is_carried:
             assert member.clock is not None
             member.is_carried = False
