@@ -9,17 +9,23 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 import anyio.to_thread
+import numpy as np
 import pytest
 
 import every_outcome as given
 import rollout
 from recorded_server import RecordedServer, recorded_server
 from rollout.config import HttpEngine
-from rollout.errors import ConfigError
+from rollout.errors import ConfigError, PromptError
 from rollout.integrations.adapter import Adapter
-from rollout.integrations.repeated_prompts import Repeated, sampling_of_trainer
+from rollout.integrations.repeated_prompts import (
+    Repeated,
+    prompt_of_columns,
+    sampling_of_trainer,
+)
 from rollout.integrations.served_engines import engines_at
 from rollout.integrations.trainer_settings import TrainerSettings, settings_of
+from rollout.integrations.verl.rows import VerlRow, call_of
 from rollout.testing import simulated_tokenizer
 
 if TYPE_CHECKING:
@@ -64,6 +70,37 @@ def test_sampling_of_a_trainer_is_translated_and_what_changes_nothing_is_left_ou
     ) == {"temperature": 0.5, "max_new_tokens": 9, "top_k": -1}
     with pytest.raises(ConfigError, match=r"x\.bad_words = \['no'\]: engines here have no such"):
         sampling_of_trainer({"bad_words": ["no"]}, "x")
+
+
+def test_sampling_of_a_trainer_with_odd_values_is_refused_by_name() -> None:
+    assert sampling_of_trainer({"top_k": "x"}, "x") == {"top_k": "x"}  # by who reads `sampling`
+    for name, value in (("min_tokens", "x"), ("stop", np.array([1, 2]))):
+        with pytest.raises(ConfigError, match=rf"x\.{name} = .*: engines here have no such"):
+            sampling_of_trainer({name: value}, "x")
+
+
+def test_prompt_of_that_makes_no_prompt_is_named() -> None:
+    made: Any = None
+    with pytest.raises(PromptError, match="prompt_of returned None; expected a Prompt"):
+        prompt_of_columns({"prompt": "q"}, lambda _: made, {})
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"raw_prompt": None}, "row 0 has raw_prompt = None; expected a list or array"),
+        ({"raw_prompt": "hello"}, "row 0 has raw_prompt = 'hello'"),
+        ({"raw_prompt": [5]}, r"row 0 has raw_prompt = \[5\]"),
+        ({"uid": ["a"]}, r"row 0 has uid = \['a'\]; expected a text or a number"),
+        ({"extra_info": {"tool_selection": 5}}, r"row 0 has extra_info\.tool_selection = 5"),
+        (None, "no rows; expected at least one"),
+    ],
+)
+def test_rows_of_verl_with_odd_columns_are_refused_by_name(columns: Any, said: str) -> None:
+    given_columns = {"raw_prompt": [{"role": "user", "content": "x"}], **(columns or {})}
+    row = VerlRow(kwargs=given_columns, info={}, sampling_params={})
+    with pytest.raises(PromptError, match=said):
+        call_of([] if columns is None else [row], lambda _: "tool_agent", None)
 
 
 async def sglang(_: dict[str, Any], send: Callable[[str], Awaitable[None]]) -> None:

@@ -27,6 +27,7 @@ from rollout import (
     function_tool,
 )
 from rollout.batch import RolloutBatch
+from rollout.chat.reward_values import BadRewardError
 from rollout.config import AgentConfig, LengthsConfig, RecoveryConfig, SimulatedEngine
 from rollout.interactions import Interaction
 from rollout.testing import Scenario, simulated_tokenizer, tool_call
@@ -47,6 +48,38 @@ def ids_of(text: str) -> list[int]:
 
 
 NEXT = "\n<|im_start|>user\nMore.<|im_end|>\n<|im_start|>assistant\n"
+
+
+async def set_history(context: AgentContext) -> None:
+    context.history = "bad"
+    await context.generate()
+
+
+async def reward_twice(context: AgentContext) -> None:
+    context.reward_turn(3e38)
+    context.reward_turn(3e38)
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (lambda context: context.generate(stop_strings="a"), "generate: stop_strings = 'a'"),
+        (set_history, r"context\.history = 'bad'; expected 'append_only' or "),
+        (reward_twice, "expected a number that float32 can hold"),
+    ],
+)
+async def test_conversation_refuses_by_name_what_it_cannot_take(act: Any, said: str) -> None:
+    async def trial(context: AgentContext) -> None:
+        await context.generate()
+        assert await context.call_tools([]) == []
+        with pytest.raises((AgentError, BadRewardError), match=said):
+            await act(context)
+
+    (trajectory,) = (await tried(trial)).trajectories
+    assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
+    assert [span.kind for span in trajectory.transcript.spans] == ["prompt", "generated"]
+    rewards = trajectory.segments[0].token_rewards
+    assert rewards is None or max(rewards) == pytest.approx(3e38)
 
 
 @pytest.mark.parametrize("kind", [list, tuple, np.array])

@@ -223,7 +223,8 @@ class AgentContext(Conversation):
             AgentError: A call is none; nothing has run.
         """
         calls = read_calls("call_tools", calls)
-        results = await self.run_tools(calls)
+        if not (results := await self.run_tools(calls)):
+            return []
         messages: Given = [answer(*each) for each in zip(calls, results, strict=True)]
         if self._unsettled or calls != self._history.last_calls:
             messages = self._order(messages, is_checked=False)

@@ -453,7 +453,7 @@ class Conversation:
 
         Raises:
             AgentError: It has no turn.
-            BadRewardError: It is no finite number.
+            BadRewardError: It, or the sum, is no finite number that float32 can hold.
         """
         number = finite_number(value, "reward_turn")
         if not self._history.reward_turn(number):

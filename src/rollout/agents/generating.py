@@ -11,10 +11,11 @@ import msgspec
 from rollout.agents.ending import Ending
 from rollout.agents.prompt_sampling import read_sampling, warn_of_truncation
 from rollout.agents.rendering import NO_ROOM_AGAIN, make_length_error
+from rollout.agents.turn import StopStrings
 from rollout.agents.turn_log import make_calls_question
 from rollout.containment import UnresponsiveError
 from rollout.engine.pool.generation import Generation
-from rollout.errors import EngineError, LimitExceeded
+from rollout.errors import AgentError, EngineError, LimitExceeded
 from rollout.observe.events import TurnEnded, TurnStarted
 from rollout.tools import ToolResult
 from rollout.tools.calls import CallEvents
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from rollout.agents.conversation import Conversation
-    from rollout.agents.turn import AssistantTurn, StopStrings
+    from rollout.agents.turn import AssistantTurn
     from rollout.engine.core import FinishReason, SamplingParams
     from rollout.limits import Limit
     from rollout.types import InvalidToolCall, ToolCall
@@ -53,6 +54,8 @@ async def generate_turn(
     if not conversation.transcript:
         await conversation.begin()
     conversation._check_idle("generate")
+    if not isinstance(stop, StopStrings | None):
+        raise AgentError(f"generate: stop_strings = {stop!r:.80}; expected StopStrings")
     seed: int | None = None
     if sampling is None:
         sampling = conversation._sampling
@@ -178,6 +181,9 @@ async def _render_again(conversation: Conversation) -> None:
         LimitExceeded: The new row would leave no room for a token; the old one stays.
     """
     history = conversation._history
+    if conversation.history != "inference_template":
+        known = "expected 'append_only' or 'inference_template'"
+        raise AgentError(f"context.history = {conversation.history!r:.80}; {known}")
     if history.turn_start is not None or history.has_raw_ids or not history.turns:
         return  # not all of it is in messages, or the model has not generated
     transcript = await conversation._renderer.render_again(history)

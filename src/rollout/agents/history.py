@@ -11,6 +11,7 @@ import msgspec
 from rollout.agents.turn import make_message
 from rollout.chat.messages import Messages, template_messages, with_results_as_user
 from rollout.chat.result_order import MessageIds, message_ids
+from rollout.chat.reward_values import finite_number
 from rollout.chat.trajectory import BRANCH, COMPACTION
 from rollout.chat.transcript import Transcript, append_split, common_length
 from rollout.errors import AgentError
@@ -148,11 +149,8 @@ class History:
 
     def decode_turns(self) -> dict[int, str]:
         """The text that the model sampled, by position in `messages`."""
-        piece, decode = self.transcript.prefix.slice, self._reader.decode
-        return {
-            at: decode(piece(turn.turn_start or 0, turn.position))
-            for at, turn in self.turns.items()
-        }
+        piece, decode, turns = self.transcript.prefix.slice, self._reader.decode, self.turns.items()
+        return {at: decode(piece(turn.turn_start or 0, turn.position)) for at, turn in turns}
 
     def begin(self, rendered: Rendered, prompt_room: int) -> None:
         """Append the prompt; what of it is past `prompt_room` tokens is an observation.
@@ -256,6 +254,8 @@ class History:
         row, turns = self.rows[-1], [mark for mark in self._marks if mark.turn_start is not None]
         if row.seeds and turns and turns[-1].position > (turns[-1].turn_start or 0):
             last = turns[-1].position - 1  # else the turn has no token
+            given = [each for at, each in row.token_rewards if at == last]
+            finite_number(sum(given, value), "reward_turn")
             row.token_rewards += ((last, value),)
         return bool(row.seeds)
 

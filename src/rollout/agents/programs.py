@@ -63,9 +63,7 @@ def codex(
         *(part for name, value in settings.items() for part in ("-c", f"{name}={value}")),
         *("-m", "{model}", "--skip-git-repo-check"),
         "--dangerously-bypass-approvals-and-sandbox",
-        *arguments,
-        "--",
-        "{prompt}",
+        *(*arguments, "--", "{prompt}"),
     ]
     return ProgramAgent(command, env, **options)
 

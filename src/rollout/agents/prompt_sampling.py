@@ -97,8 +97,7 @@ def _replace_fields(what: str, base: SamplingParams, fields: dict[str, Any]) -> 
             instead = SamplingConfig.instead_of(name) or f"known: {', '.join(_PARAMS)}"
             raise AgentError(f"{what}: sampling.{name}: unknown field; {instead}")
         fields[name] = tuple(value) if isinstance(value, list) else value
-    given = {name: value for name, value in fields.items() if value is not None}
-    return msgspec.structs.replace(base, **given)
+    return msgspec.structs.replace(base, **without_null_keys(fields))
 
 
 def warn_of_truncation(

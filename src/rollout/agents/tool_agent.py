@@ -59,9 +59,8 @@ class ToolAgent(AgentLoop):
         is_over = False
         while not is_over:
             turn = await self.generate(context)
-            if turn.cut_by is not None or not (turn.calls or context.has_interaction):
-                return
-            if has_reached_turn_limit(context):
+            is_last = turn.cut_by is not None or not (turn.calls or context.has_interaction)
+            if is_last or has_reached_turn_limit(context):
                 return
             if turn.calls:
                 results = await self.call_tools(context, turn)

@@ -252,8 +252,7 @@ class TrajectoryState:
         """
         most = self.services.config.agent.max_consecutive_invalid_calls
         if most is not None and self.tools.invalid_in_a_row >= most:
-            fact = f"{most} is reached"
-            raise _exceed("max_consecutive_invalid_calls", fact, "invalid_calls")
+            raise _exceed("max_consecutive_invalid_calls", f"{most} is reached", "invalid_calls")
         for result in results:
             errors_in_a_row = errors_in_a_row + 1 if result.is_error else 0
         most = self.services.config.agent.max_consecutive_errors

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -144,6 +146,8 @@ def prompt_of_columns(
     """
     if prompt_of is not None:
         prompt = prompt_of(columns)
+        if not isinstance(prompt, Prompt):
+            raise PromptError(f"prompt_of returned {prompt!r:.80}; expected a Prompt")
     else:
         try:
             prompt = read_row(columns)
@@ -166,7 +170,7 @@ def sampling_of_trainer(given: Mapping[str, Any], where: str) -> dict[str, Any]:
             continue
         if ours is None:
             _refuse(name, value, where)
-        elif ours == "top_k":
+        elif ours == "top_k" and isinstance(value, Real):  # what is none is refused with its name
             translated[ours] = value if value > 0 else -1
         else:
             translated[ours] = value
@@ -175,8 +179,9 @@ def sampling_of_trainer(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _refuse(name: str, value: Any, where: str) -> None:
     """Settings of other names are refused, unless their value changes nothing."""
-    is_neutral = (name == "min_tokens" and value <= 1) or (name == "n" and value == 1)
-    if not is_neutral and value not in ([], (), {}, False):
-        raise ConfigError(
-            f"{where}.{name} = {value!r:.100}: engines here have no such setting; expected it unset"
-        )
+    with suppress(TypeError, ValueError):  # what cannot be compared is not neutral
+        is_neutral = (name == "min_tokens" and value <= 1) or (name == "n" and value == 1)
+        if is_neutral or value in ([], (), {}, False):
+            return
+    expected = "engines here have no such setting; expected it unset"
+    raise ConfigError(f"{where}.{name} = {value!r:.100}: {expected}")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import attrs
 
 from rollout.agents import agent_names
 from rollout.errors import PromptError
-from rollout.types import Prompt
+from rollout.types import Message, Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,14 +88,13 @@ def call_of(rows: Sequence[VerlRow], agent_of: Callable[[VerlRow], str], adapter
     have equally many; else each row is a prompt of its own.
 
     Raises:
-        PromptError: A row has no ``raw_prompt``.
+        PromptError: There are no rows, or a column of one is none of what it may be.
     """
+    if not rows:
+        raise PromptError("non_tensor_batch: no rows; expected at least one")
     for at, row in enumerate(rows):
-        if "raw_prompt" not in row.kwargs:
-            raise PromptError(
-                f"non_tensor_batch: row {at} has no 'raw_prompt'; expected the messages "
-                "(data.return_raw_chat = True)"
-            )
+        if fault := _find_fault(row.kwargs):
+            raise PromptError(f"non_tensor_batch: row {at} has {fault}")
     groups: dict[Any, list[int]] = {}
     for at, row in enumerate(rows):
         groups.setdefault(row.kwargs.get("uid", at), []).append(at)
@@ -105,6 +104,26 @@ def call_of(rows: Sequence[VerlRow], agent_of: Callable[[VerlRow], str], adapter
     prompts = [_prompt(rows, each, agent_of, adapter) for each in groups.values()]
     order = [at for each in groups.values() for at in each]
     return Call(prompts, len(next(iter(groups.values()))), order)
+
+
+def _find_fault(columns: Mapping[str, Any]) -> str:
+    """What is wrong with a row; empty where nothing is."""
+    messages, uid = columns.get("raw_prompt"), columns.get("uid")
+    if "raw_prompt" not in columns:
+        return "no 'raw_prompt'; expected the messages (data.return_raw_chat = True)"
+    if not _is_list(messages) or not all(isinstance(each, Mapping | Message) for each in messages):
+        return f"raw_prompt = {messages!r:.80}; expected a list or array of messages"
+    if not isinstance(uid, Hashable):
+        return f"uid = {uid!r:.80}; expected a text or a number"
+    names = _mapping(columns.get("extra_info")).get("tool_selection")
+    if names is not None and not _is_list(names):
+        return f"extra_info.tool_selection = {names!r:.80}; expected a list or array of names"
+    return ""
+
+
+def _is_list(value: Any) -> bool:
+    is_one = isinstance(value, str | bytes | Mapping) or getattr(value, "ndim", 1) != 1
+    return isinstance(value, Collection) and not is_one
 
 
 def _are_alike(rows: Sequence[VerlRow], group: Sequence[int]) -> bool:
@@ -130,10 +149,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _prompt(
-    rows: Sequence[VerlRow],
-    group: Sequence[int],
-    agent_of: Callable[[VerlRow], str],
-    adapter: Any,
+    rows: Sequence[VerlRow], group: Sequence[int], agent_of: Callable[[VerlRow], str], adapter: Any
 ) -> Prompt:
     row = rows[group[0]]
     kwargs, agent = row.kwargs, agent_of(row)
@@ -151,9 +167,7 @@ def _prompt(
         tools=[]
         if agent == OWN_AGENTS["single_turn_agent"]
         else _selected(extra_info.get("tool_selection"), adapter),
-        tools_kwargs={
-            str(name): _mapping(value) for name, value in own.items() if value is not None
-        },
+        tools_kwargs={str(name): _mapping(each) for name, each in own.items() if each is not None},
         ground_truth=reward_model.get("ground_truth"),
         data_source=None if source is None else str(source),
         priority=-group[0],
