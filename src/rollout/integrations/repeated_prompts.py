@@ -171,7 +171,7 @@ def sampling_of_trainer(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         if ours is None:
             _refuse(name, value, where)
         elif ours == "top_k" and isinstance(value, Real):  # what is none is refused with its name
-            translated[ours] = value if value > 0 else -1
+            translated[ours] = value if float(value) > 0 else -1
         else:
             translated[ours] = value
     return translated

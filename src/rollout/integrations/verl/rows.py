@@ -108,9 +108,9 @@ def call_of(rows: Sequence[VerlRow], agent_of: Callable[[VerlRow], str], adapter
 
 def _find_fault(columns: Mapping[str, Any]) -> str:
     """What is wrong with a row; empty where nothing is."""
-    messages, uid = columns.get("raw_prompt"), columns.get("uid")
     if "raw_prompt" not in columns:
         return "no 'raw_prompt'; expected the messages (data.return_raw_chat = True)"
+    messages, uid = columns["raw_prompt"], columns.get("uid")
     if not _is_list(messages) or not all(isinstance(each, Mapping | Message) for each in messages):
         return f"raw_prompt = {messages!r:.80}; expected a list or array of messages"
     if not isinstance(uid, Hashable):
