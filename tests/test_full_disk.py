@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +29,7 @@ from rollout.cli import main
 from rollout.cli.exit_codes import NOT_SAVED
 from rollout.config import LengthsConfig
 from rollout.journal.index import read_journal
-from rollout.journal.log_file import HEAD, MAGIC, LogFile, make_frame, read_frames
+from rollout.journal.log_file import HEAD, MAGIC, LogFile, read_frames
 from rollout.observe.event_file import EVENTS
 from slow_cases import slow_but
 
@@ -137,10 +138,15 @@ config = scenario.timing(base_s=BASE_S).config(placement=InProcessPlacement())
 """
 
 
+def make_frame(record: list[Any]) -> bytes:
+    payload = msgspec.msgpack.encode(record)
+    return HEAD.pack(len(payload), zlib.crc32(payload)) + payload
+
+
 def test_journal_with_room_for_some_records_has_those_that_fit(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     file = LogFile(path)
-    frames = [make_frame(msgspec.msgpack.encode(["record", at, "x" * 90])) for at in range(200)]
+    frames = [make_frame(["record", at, "x" * 90]) for at in range(200)]
     for room in (10, 1000, 5000, 5200, 12_000):
         with files_up_to(room), pytest.raises(OSError, match="File too large"):
             file.append(frames, syncs=True)
@@ -172,7 +178,7 @@ def test_journal_continues_after_a_part_that_the_system_would_not_take_back(
     monkeypatch.setattr(os, "write", write)
     monkeypatch.setattr(os, "ftruncate", ftruncate)
     file = LogFile(path)
-    frames = [make_frame(msgspec.msgpack.encode(["record", at])) for at in range(7)]
+    frames = [make_frame(["record", at]) for at in range(7)]
     for _ in range(2):
         with pytest.raises(OSError, match="Read-only file system"):
             file.append(frames, syncs=False)

@@ -134,9 +134,9 @@ def test_resume_cuts_a_torn_tail_wherever_it_ends_with_a_message(
 
 def test_resume_of_what_is_no_journal_of_this_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    for number in (9, 11):
+    for number in (10, 12):
         path.write_bytes(b"rollout journal %d\n" % number)
-        fault = f"a journal of format {number}; this version reads format 10"
+        fault = f"a journal of format {number}; this version reads format 11"
         with pytest.raises(ConfigError, match=fault):
             run(config_of(path), prompts("quick"), resume=True)
     path.write_bytes(b"something else")

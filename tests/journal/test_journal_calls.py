@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,6 +129,7 @@ DONE, CUT_OFF = (Outcome.COMPLETED, ""), (Outcome.DEADLINE, "group")
     ("policy", "groups", "slow", "ends"),
     [
         pytest.param(DROP, 3, [1], [[DONE] * 4] * 2, id="returned_one_group_less"),
+        pytest.param(DROP, 2, [0, 1], [[], [DONE] * 2], id="returned_nothing"),
         # Of two that were cut off, the other is for a call that would drop it.
         pytest.param(KEEP, 1, [0, 1], [[CUT_OFF] * 2] * 2, id="kept_what_the_next_would_drop"),
     ],
@@ -136,12 +138,16 @@ def test_collect_whose_groups_met_their_deadline_gives_the_same_again(
     tmp_path: Path, policy: GroupPolicy, groups: int, slow: list[int], ends: list[Any]
 ) -> None:
     given: dict[str, Any] = {"policies": [policy, DROP], "groups": groups}
-    first = collected(tmp_path / "j", loader(*slow), resume=False, **given)
+    source = loader(*slow)
+    first = collected(tmp_path / "j", source, resume=False, **given)
     assert [[row[2:] for row in rows] for rows in first[:2]] == ends
+    following = next(source)
     for _ in range(2):
-        again = collected(tmp_path / "j", loader(*slow), resume=True, **given)
+        source = loader(*slow)
+        again = collected(tmp_path / "j", source, resume=True, **given)
         assert again[:2] == first[:2]
         assert again[2] == 0
+        assert next(source) == following
 
 
 @register_agent("journal_slow_end")
@@ -189,9 +195,8 @@ def test_collect_has_written_what_it_gave_when_it_returns(tmp_path: Path, backen
             died = path.with_name("died")
             died.write_bytes(path.read_bytes())
         marks = [each for each in records_in(died) if isinstance(each, DeliveredRecord)]
-        assert [(each.step, sorted({key.uid for key in each.keys})) for each in marks] == [
-            (0, sorted(taken))
-        ]
+        given = [(each.delivered_in, sorted({key.uid for key in each.keys})) for each in marks]
+        assert given == [((0, 0), sorted(taken))]
         again = config(died, "single_turn", scenario.timing(base_s=0.002), max_in_flight=8)
         async with rollout.open_rollout(again, resume=True) as runtime:
             assert uids(await runtime.collect(loader(), 2, policy=policy, step=0)) == taken
@@ -233,6 +238,87 @@ def test_collect_that_cannot_write_what_it_gives_ends_with_that(
     first = run_virtual(lambda: act(resume=False))
     assert len({uid for each in first for uid in each}) == 6
     assert run_virtual(lambda: act(resume=True)) == first
+
+
+class Source:
+    """Endless prompts that name it; `count` were pulled."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.count = name, 0
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return self
+
+    def __next__(self) -> Prompt:
+        uid = f"{self.name}{self.count}"
+        self.count += 1
+        return user("slow" if self.count % 3 == 1 else f"go {uid}", uid)
+
+
+@pytest.mark.parametrize("backend", ["trio", "asyncio"])
+def test_collects_of_one_step_from_two_sources_get_their_own_groups_again(
+    tmp_path: Path, backend: str
+) -> None:
+    scenario = Scenario(seed=1).reply("", filler=5).timing(base_s=0.0, slope_s=0.0)
+
+    async def act(steps: int) -> list[tuple[list[str], int]]:
+        sources, given = (Source("a"), Source("b")), []
+        async with rollout.open_rollout(
+            config(tmp_path / "j", "single_turn", scenario), resume=True
+        ) as runtime:
+            for step in range(steps):
+                for source in sources:
+                    batch = await runtime.collect(source, 2, step=step)
+                    given.append((uids(batch), source.count))
+        return given
+
+    expected = [
+        ([f"{name}{2 * step}", f"{name}{2 * step + 1}"], 2 * step + 2)
+        for step in range(3)
+        for name in "ab"
+    ]
+    for steps in (2, 3, 3):
+        assert anyio.run(act, steps, backend=backend) == expected[: 2 * steps]
+
+
+@pytest.mark.parametrize("surplus", ["carry", "cancel"])
+def test_calls_of_one_step_from_one_source_get_their_own_groups_again(
+    tmp_path: Path, surplus: Any
+) -> None:
+    policy = GroupPolicy(oversample=2.0, surplus=surplus)
+
+    async def act() -> tuple[list[list[str]], int, int]:
+        source, given = Source("p"), []
+        async with rollout.open_rollout(config(tmp_path / "j"), resume=True) as runtime:
+            given.append(uids(await runtime.collect(source, 3, policy=policy, step=0)))
+            given.append(uids(await runtime.collect(source, 1, policy=policy, step=0)))
+            async with runtime.stream_groups(source, policy=policy, step=0) as groups:
+                given.append([(await anext(groups)).uid for _ in range(2)])
+            return given, source.count, sampled(runtime)
+
+    *first, tokens = run_virtual(act)
+    assert len({uid for each in first[0] for uid in each}) == 6
+    assert tokens > 0
+    for _ in range(2):
+        assert run_virtual(act) == (*first, 0)
+
+
+def test_collect_that_was_cancelled_and_made_again_is_one_call_to_a_resumption(
+    tmp_path: Path,
+) -> None:
+    async def act(after_s: float) -> list[tuple[list[str], int]]:
+        source, given = Source("p"), []
+        async with rollout.open_rollout(config(tmp_path / "j"), resume=True) as runtime:
+            while len(given) < 3:
+                with anyio.move_on_after(after_s):
+                    batch = await runtime.collect(source, 2, step=len(given))
+                    given.append((uids(batch), source.count))
+                after_s = math.inf
+        return given
+
+    first = run_virtual(act, 0.1)
+    assert len({uid for each, _ in first for uid in each}) == 6
+    assert run_virtual(act, math.inf) == first
 
 
 def epoch(step: int) -> list[Prompt]:

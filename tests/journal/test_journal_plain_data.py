@@ -18,7 +18,6 @@ import rollout
 from journal_material import CALLED, config_of, prompts, run
 from rollout import (
     ConfigError,
-    JournalError,
     Message,
     Outcome,
     Prompt,
@@ -259,7 +258,7 @@ def test_packed_prompt_has_its_messages_as_they_were_given() -> None:
 def test_packed_prompt_of_a_message_that_no_record_holds_names_the_field(
     message: Any, fault: str
 ) -> None:
-    with pytest.raises(JournalError, match=r"prompts\[0\]\.messages\[0" + fault):
+    with pytest.raises(PromptError, match=r"prompts\[0\]\.messages\[0" + fault):
         pack_prompt(Prompt(messages=[message]), "prompts[0]")
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
-from rollout.errors import JournalError, PromptError
+from rollout.errors import PromptError
 from rollout.journal import records as kinds
 from rollout.journal.index import RecordedTrajectory, find_oldest
 from rollout.journal.records import GroupKey, Key, PromptRecord
@@ -17,7 +18,7 @@ from rollout.journal.values import (
     pack_prompt,
     read_prompt,
 )
-from rollout.scheduling.members import MemberGroup, RecordedGroup
+from rollout.scheduling.members import MemberGroup, RecordedGroup, SourceCallKey
 from rollout.scheduling.run_log import RecordedCall, RunLog
 from rollout.types import name_prompt
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from rollout.chat.trajectory import Trajectory
+    from rollout.errors import JournalError
     from rollout.journal.index import RecordedPull
     from rollout.journal.journal import Journal
     from rollout.journal.records import Span
@@ -35,10 +37,10 @@ if TYPE_CHECKING:
 class CallLog(RunLog):
     """Writes a journal, and gives calls what an earlier process had written.
 
-    A call is resumed by its step, with its source as it stood when the call began. It pulls again
-    what it had pulled, which is recognised by its content and passed over: the journal has it, and
-    the source stands where it stood. What the call delivered comes first, then what was pulled and
-    nobody got, then what is new.
+    A call is resumed by its step and its number there, with its source as it stood when the call
+    began. It pulls again what it had pulled, which is recognised by its content and passed over:
+    the journal has it, and the source stands where it stood. What the call delivered comes first,
+    then what was pulled and nobody got, then what is new.
     """
 
     def __init__(self, journal: Journal) -> None:
@@ -47,7 +49,9 @@ class CallLog(RunLog):
         self.pull_count = max(index.pulls, default=-1) + 1
         pulls = index.pulls.values()
         self._left = [each for each in pulls if each.delivered_in is None and not each.is_dropped]
-        self._delivered: dict[int, list[RecordedPull]] = {}
+        #: The number of a step's next call; how many prompts a call is to pull again.
+        self._next_numbers, self._pull_counts = Counter[int](), Counter(p.pulled_in for p in pulls)
+        self._delivered: dict[SourceCallKey, list[RecordedPull]] = {}
         for key, pull in index.groups.items():
             if pull.delivered_in is not None and pull.group == key:
                 self._delivered.setdefault(pull.delivered_in, []).append(pull)
@@ -66,31 +70,33 @@ class CallLog(RunLog):
 
     # Sources and groups.
 
-    def note_pull(self, number: int, prompt: Prompt, step: int, where: str) -> bool:
+    def note_pull(self, number: int, prompt: Prompt, call: SourceCallKey, where: str) -> bool:
         """See `RunLog`."""
-        try:
-            fields = pack_prompt(prompt, where, self._journal.values, ("extra",))
-        except JournalError as error:
-            raise PromptError(f"{error} (journal.path is set)") from error
-        repeats, digest = self._index.repeats.get(step), hash_prompt(fields)
-        if repeats is not None and repeats[digest]:
-            repeats[digest] -= 1
+        fields = pack_prompt(prompt, where, self._journal.values, ("extra",))
+        repeats, content = self._index.repeats, (call.step, hash_prompt(fields))
+        if repeats[content]:
+            repeats[content] -= 1
+            self._pull_counts[call] -= 1
             return False
         self._journal.put_media(find_media(prompt))
-        self._file.put(kinds.PullRecord(number, step, fields))
+        self._file.put(kinds.PullRecord(number, call, fields))
         return True
 
     def take_call(self, step: int) -> RecordedCall:
         """See `RunLog`."""
-        delivered = self._delivered.pop(step, [])
-        left = [pull for pull in self._left if pull.step <= step]
-        self._left = [pull for pull in self._left if pull.step > step]
-        repeats = self._index.repeats.get(step)
-        return RecordedCall(
-            groups=list(map(self._read_group, (*delivered, *left))),
-            pull_count=0 if repeats is None else repeats.total(),
-            missing=self._index.missing.pop(step, None),
-        )
+        key = SourceCallKey(step, self._next_numbers[step])
+        self._next_numbers[step] += 1
+        delivered = self._delivered.pop(key, [])
+        left = [pull for pull in self._left if pull.pulled_in <= key]
+        self._left = [pull for pull in self._left if pull.pulled_in > key]
+        groups = list(map(self._read_group, (*delivered, *left)))
+        missing = self._index.missing.pop(key, None)
+        return RecordedCall(key, groups, self._pull_counts[key], missing)
+
+    def return_call(self, key: SourceCallKey) -> None:
+        """See `RunLog`."""
+        if self._next_numbers[key.step] == key.number + 1:  # else a later call has begun
+            self._next_numbers[key.step] = key.number
 
     def _read_group(self, pull: RecordedPull) -> MemberGroup:
         fields, group = self._index.read(pull.span).fields, pull.group
@@ -122,8 +128,8 @@ class CallLog(RunLog):
             try:
                 fields = pack_prompt(prompt, where, values, MAY_BE_TEXT)
                 records.append(PromptRecord(GroupKey(who.step, uid, who.validate, 0), fields))
-            except JournalError as error:
-                faults.append(f"{error} (journal.path is set)")
+            except PromptError as error:
+                faults.append(str(error))
         if faults:
             raise PromptError("\n".join(faults))
 
@@ -189,8 +195,7 @@ class CallLog(RunLog):
             self._file.put(kinds.GroupRecord(group.number, key))
         for member in group.waiting:
             self._give_log(member, call)
-        if before is not None:
-            group.waiting.sort(key=lambda each: (not each.was_taken, not each.was_finished))
+        group.waiting.sort(key=lambda each: (not each.was_taken, not each.was_finished))
 
     def find_trajectory(self, member: Member) -> Trajectory | None:
         """See `RunLog`."""
@@ -199,26 +204,25 @@ class CallLog(RunLog):
 
     def note_ends(self, ended: Mapping[Member, Trajectory]) -> None:
         """See `RunLog`."""
-        ends: list[tuple[Key, bytes]] = []
-        logs: list[TrajectoryLog] = []
+        ends: dict[TrajectoryLog, bytes] = {}
         for member, trajectory in ended.items():
             log: TrajectoryLog = member.log
             packed = None if member.was_finished or log.number else log.pack_end(trajectory)
             if packed is not None:
-                ends.append((log.key, packed))
-                logs.append(log)
-        number = self._file.put(kinds.EndRecord(ends)) if ends else 0
-        for log in logs:
-            log.number = number
+                ends[log] = packed
+        if ends:
+            number = self._file.put(kinds.EndRecord([(log.key, end) for log, end in ends.items()]))
+            for log in ends:
+                log.number = number
 
     def note_delivery(
-        self, members: Sequence[Member], step: int | None = None, missing: int = 0
+        self, members: Sequence[Member], call: SourceCallKey | None = None, missing: int = 0
     ) -> int:
         """See `RunLog`."""
         keys = [member.log.key for member in members if not member.was_taken]
         if not (keys or missing):
             return 0
-        return self._file.put(kinds.DeliveredRecord(keys, step, missing))
+        return self._file.put(kinds.DeliveredRecord(keys, call, missing))
 
     async def wait_written(
         self, number: int, deadline: float, is_over: Callable[[], bool] = lambda: False

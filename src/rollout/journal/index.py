@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from rollout.journal.log_file import HEAD, MAGIC_PREFIX, logger, read_frames
 from rollout.journal.records import Answer, GroupKey, Key, Record, Span, decode_record
 from rollout.journal.values import hash_prompt, read_prompt, unpack_end
 from rollout.media.records import KnownContents
+from rollout.scheduling.members import SourceCallKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
@@ -67,18 +69,18 @@ class RecordedPull:
 
     Attributes:
         number: Its number among all prompts that the run pulled.
-        step: Of the call that pulled it.
+        pulled_in: The call that pulled it.
         span: Of its `PullRecord`.
         group: As which its members began last; None where they did not.
-        delivered_in: Step of the call that delivered its group; None: none did.
+        delivered_in: The call that delivered its group; None: none did.
         is_dropped: Whether nobody will get its group.
     """
 
     number: int
-    step: int
+    pulled_in: SourceCallKey
     span: Span
     group: GroupKey | None = None
-    delivered_in: int | None = None
+    delivered_in: SourceCallKey | None = None
     is_dropped: bool = False
 
 
@@ -90,10 +92,10 @@ class JournalIndex:
         version: The weights that the engines had last.
         prompts: The records that have the fields of prompts.
         pulls: By number.
-        repeats: By step, what the calls of the step pulled, and how often, by `hash_prompt`.
+        repeats: How often prompts of a content, by `hash_prompt`, were pulled in a step.
         groups: The pulls of groups that have begun; those that were delivered in that order.
         trajectories: In the order of their first records.
-        missing: By step, how many groups fewer a `collect` returned without an error.
+        missing: How many groups fewer a `collect` returned without an error.
         media: Contents of images and videos, by digest.
         contents: Gives images and videos these.
         size: Bytes of its complete frames.
@@ -105,10 +107,10 @@ class JournalIndex:
         self.version: int | None = None
         self.prompts: dict[GroupKey, Span] = {}
         self.pulls: dict[int, RecordedPull] = {}
-        self.repeats: dict[int, Counter[bytes]] = {}
+        self.repeats: Counter[tuple[int, bytes]] = Counter()
         self.groups: dict[GroupKey, RecordedPull] = {}
         self.trajectories: dict[Key, RecordedTrajectory] = {}
-        self.missing: dict[int, int] = {}
+        self.missing: dict[SourceCallKey, int] = {}
         self.media: dict[str, Span] = {}
         self.contents = KnownContents(self.get, str(path))
         self.size = self.torn_size = 0
@@ -123,9 +125,8 @@ class JournalIndex:
             case kinds.PromptRecord():
                 self.prompts[record.group] = span
             case kinds.PullRecord():
-                self.pulls[record.number] = RecordedPull(record.number, record.step, span)
-                repeats = self.repeats.setdefault(record.step, Counter())
-                repeats[hash_prompt(record.fields)] += 1
+                self.pulls[record.number] = RecordedPull(record.number, record.pulled_in, span)
+                self.repeats[record.pulled_in.step, hash_prompt(record.fields)] += 1
             case kinds.GroupRecord():
                 pull = self.pulls[record.number]
                 pull.group = record.group
@@ -145,14 +146,15 @@ class JournalIndex:
                 self.media[record.digest] = span
 
     def _add_delivery(self, record: kinds.DeliveredRecord) -> None:
+        call = record.delivered_in
         for key in record.keys:
             self._get(key).is_delivered = True
             pull = self.groups.get(key.group)
-            if record.step is not None and pull is not None and pull.delivered_in is None:
-                pull.delivered_in = record.step
+            if call is not None and pull is not None and pull.delivered_in is None:
+                pull.delivered_in = call
                 self.groups[key.group] = self.groups.pop(key.group)  # now the last
-        if record.step is not None and record.missing:
-            self.missing[record.step] = record.missing
+        if call is not None and record.missing:
+            self.missing[call] = record.missing
 
     def _get(self, key: Key) -> RecordedTrajectory:
         return self.trajectories.setdefault(key, RecordedTrajectory())
@@ -180,10 +182,6 @@ class JournalIndex:
     def read_prompt(self, group: GroupKey) -> Prompt:
         """Read the prompt of a group; its images and videos are without their contents."""
         return read_prompt(self.read(self.prompts[group]).fields, uid=group.uid)
-
-    def read_answers(self, recorded: RecordedTrajectory) -> list[Answer]:
-        """Read the turns and tool results of a trajectory, in order."""
-        return list(map(self.read, recorded.answers))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Ids to text, by the tokenizer of the journal's model, which is loaded now."""
@@ -281,12 +279,7 @@ def load_trajectories(path: Path | str) -> list[Trajectory]:
     beside = path.with_name(JOURNAL)
     if not path.exists() and path.name == TRAJECTORIES and beside.exists():
         path = beside
-    return list(read_finished(path).values()) if _is_journal(path) else read_trajectories(path)
-
-
-def _is_journal(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(len(MAGIC_PREFIX)) == MAGIC_PREFIX
-    except OSError:
-        return False  # which reading it says better
+    is_journal = False
+    with suppress(OSError), path.open("rb") as file:  # reading it says better why it cannot be
+        is_journal = file.read(len(MAGIC_PREFIX)) == MAGIC_PREFIX
+    return list(read_finished(path).values()) if is_journal else read_trajectories(path)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rollout.journal")
 
-FORMAT = 10
+FORMAT = 11
 #: What a journal begins with.
 MAGIC_PREFIX = b"rollout journal "
 MAGIC = MAGIC_PREFIX + b"%d\n" % FORMAT
@@ -45,11 +45,6 @@ GATHER_S, HURRY_S = 0.2, 0.005
 RETRY_S = 1.0
 #: How long a waiter waits before it looks at its own limits again.
 CHECK_S = 0.2
-
-
-def make_frame(payload: bytes) -> bytes:
-    """Frame a record."""
-    return HEAD.pack(len(payload), zlib.crc32(payload)) + payload
 
 
 def read_frames(path: Path) -> Iterator[tuple[int, bytes | None]]:
@@ -176,7 +171,8 @@ class LogFile:
 
     def put(self, record: Record) -> int:
         """Have a record written; return its number, from 1. Raises what encoding it raises."""
-        self._frames.append(make_frame(encoder.encode(record)))
+        payload = encoder.encode(record)
+        self._frames.append(HEAD.pack(len(payload), zlib.crc32(payload)) + payload)
         self.put_count += 1
         if len(self._frames) == 1:
             self._has_work.set()

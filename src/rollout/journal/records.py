@@ -9,6 +9,7 @@ import msgspec
 
 from rollout.agents.turn_log import Question
 from rollout.chat.plain_data import from_plain
+from rollout.scheduling.members import SourceCallKey
 
 
 class GroupKey(NamedTuple):
@@ -79,12 +80,12 @@ class PullRecord(msgspec.Struct, array_like=True, tag=2):
 
     Attributes:
         number: Its number among all prompts that the run pulled.
-        step: Of the call that pulled it.
+        pulled_in: The call that pulled it.
         fields: As its source gave it; see `pack_prompt`.
     """
 
     number: int
-    step: int
+    pulled_in: SourceCallKey
     fields: bytes
 
 
@@ -164,12 +165,12 @@ class DeliveredRecord(msgspec.Struct, array_like=True, tag=8):
     """A caller has these trajectories.
 
     Attributes:
-        step: Of the call that delivered groups; None: the trajectories' own.
+        delivered_in: The call that delivered groups; None: they are trajectories of a list.
         missing: How many groups fewer than it wanted a `collect` returned without an error.
     """
 
     keys: list[Key]
-    step: int | None = None
+    delivered_in: SourceCallKey | None = None
     missing: int = 0
 
 

@@ -104,7 +104,7 @@ class TrajectoryLog(msgspec.Struct, eq=False):
             logger.info("%s starts from its beginning: the state of %s is lost", self.key, tools)
             return
         counts["continued"] += 1
-        self._answers = RecordedAnswers(self._journal.index.read_answers(recorded))
+        self._answers = RecordedAnswers(map(self._journal.index.read, recorded.answers))
 
     async def wait_written(self) -> None:
         """See `TurnLog`."""

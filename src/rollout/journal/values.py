@@ -20,7 +20,7 @@ from rollout.chat.trajectory_codec import (
     unpack_prompt,
     unpack_trajectory,
 )
-from rollout.errors import JournalError
+from rollout.errors import JournalError, PromptError
 from rollout.medium import Media
 from rollout.types import Cause, Message, Outcome, Prompt, ToolCall, format_error
 
@@ -102,7 +102,7 @@ def pack_prompt(
         values: Writes the fields that `texts` names.
 
     Raises:
-        JournalError: A field holds what cannot be written; names it.
+        PromptError: A field holds what cannot be written; names it.
     """
     try:
         fields: dict[str, Any] = {
@@ -115,10 +115,10 @@ def pack_prompt(
             writer = values if name in texts else REFUSE
             fields[name] = writer.write(getattr(prompt, name), f"{where}.{name}")
         return encoder.encode(fields)
-    except (NotPlainError, JournalError) as error:
-        raise JournalError(str(error)) from None
     except UNENCODABLE as error:
-        raise JournalError(f"{where}.messages: {format_error(error)}") from None
+        is_named = isinstance(error, NotPlainError | JournalError)
+        what = error if is_named else f"{where}.messages: {format_error(error)}"
+        raise PromptError(f"{what} (journal.path is set)") from None
 
 
 def _pack_message(message: Any, where: str) -> Any:

@@ -129,7 +129,7 @@ def _read_record(index: JournalIndex, key: Key) -> Record:
         key,
         index.header,
         prompt,
-        index.read_answers(recorded),
+        list(map(index.read, recorded.answers)),
         index.contents,
         index.read_end(key, recorded, prompt, index.decode),
     )

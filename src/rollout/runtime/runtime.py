@@ -260,6 +260,7 @@ class RolloutRuntime:
                 batch = await self._collation.batch(rows, window, layout, trim, extra=metrics)
             except BaseException:  # cancelled, or no room for tensors: nobody has them
                 call.take_back(found)
+                self._scheduler.log.return_call(call.key)
                 raise
             missing = groups - len(found) if error is None else 0
             failure = await call.record(found, missing)

@@ -103,19 +103,26 @@ def cancel_members(
                 code.cancel()
 
 
+class SourceCallKey(NamedTuple):
+    """Identifies a `collect` or `stream_groups`: `number` counts those of its step, from 0."""
+
+    step: int
+    number: int = 0
+
+
 class RecordedGroup(NamedTuple):
     """What the journal has of a group whose members an earlier process began.
 
     Attributes:
         step: Of the call that began them.
         call: The number of the group among those of its step with this uid.
-        delivered_in: The step of the call that delivered it; None: none did.
+        delivered_in: The call that delivered it; None: none did.
         version: The oldest weights that sampled for it; None: none did, or it was delivered.
     """
 
     step: int
     call: int
-    delivered_in: int | None
+    delivered_in: SourceCallKey | None
     version: int | None
 
 

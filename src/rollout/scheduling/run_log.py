@@ -7,26 +7,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from rollout.scheduling.members import Member, MemberGroup, SourceCallKey
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from rollout.chat.trajectory import Trajectory
     from rollout.errors import JournalError
-    from rollout.scheduling.members import Member, MemberGroup
     from rollout.types import Prompt
 
 
 class RecordedCall(NamedTuple):
-    """What earlier processes recorded of a step's `collect` or `stream_groups`.
+    """A `collect` or `stream_groups`, and what earlier processes recorded of it.
 
     Attributes:
-        groups: Those that it delivered, in their order; then what was pulled up to this step, and
+        groups: Those that it delivered, in their order; then what was pulled up to this call, and
             neither delivered nor dropped.
         pull_count: How many prompts it pulled; it pulls these again.
         missing: Without how many groups it returned; None: it did not return so.
     """
 
-    groups: list[MemberGroup]
+    key: SourceCallKey
+    groups: Sequence[MemberGroup] = ()
     pull_count: int = 0
     missing: int | None = None
 
@@ -42,8 +44,8 @@ class RunLog:
 
     # Sources and groups.
 
-    def note_pull(self, number: int, prompt: Prompt, step: int, where: str) -> bool:
-        """Record a prompt that a call of this step pulled; False where it did so before.
+    def note_pull(self, number: int, prompt: Prompt, call: SourceCallKey, where: str) -> bool:
+        """Record a prompt that a call pulled; False where one of its step did so before.
 
         Raises:
             PromptError: It holds what cannot be recorded; `where` names it.
@@ -51,8 +53,11 @@ class RunLog:
         return True
 
     def take_call(self, step: int) -> RecordedCall:
-        """Return what there is for a call of groups of this step; once."""
-        return RecordedCall([])
+        """Number a call of groups of this step, and return what there is for it; once."""
+        return RecordedCall(SourceCallKey(step))
+
+    def return_call(self, key: SourceCallKey) -> None:
+        """Give the number of a call, of which nobody got anything, to the next one."""
 
     def note_dropped(self, group: MemberGroup) -> None:
         """Record that nobody will get a group that was pulled."""
@@ -79,12 +84,12 @@ class RunLog:
         """Record finished members; those of a group with a reward together, once they have it."""
 
     def note_delivery(
-        self, members: Sequence[Member], step: int | None = None, missing: int = 0
+        self, members: Sequence[Member], call: SourceCallKey | None = None, missing: int = 0
     ) -> int:
         """Record that the caller gets these members; return the record's number, 0 where none is.
 
         Args:
-            step: Of the call that delivers groups; None: the members' own.
+            call: That which delivers groups; None: members of a list.
             missing: How many groups fewer than it wanted a call returns without an error.
         """
         return 0

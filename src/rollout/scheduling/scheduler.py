@@ -218,7 +218,7 @@ class Scheduler:
         must_wait = call.is_replayed or any(group.was_delivered for group in call.groups.open)
         for at, group in enumerate(self.leftovers):
             if group.before is not None and group.was_delivered:
-                may_take = group.before.delivered_in == call.step
+                may_take = group.before.delivered_in == call.key
             else:
                 is_named = group.is_begun or group.waiting or group.before is not None
                 is_taken = is_named and group.uid in call.taken_names
@@ -253,7 +253,7 @@ class Scheduler:
         """
         number, where = self._pull_count, f"source: prompt {source.count - 1}"
         check_prompt(prompt, where)
-        if self.log.note_pull(number, prompt, source.step, where):
+        if self.log.note_pull(number, prompt, source.asked_by, where):
             self._pull_count += 1
             group = MemberGroup(number, name_prompt(prompt, f"prompt-{number}"), source=source)
             self.leftovers.append(group)

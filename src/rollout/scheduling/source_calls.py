@@ -49,6 +49,7 @@ class SourceCall(Call):
         max_staleness, groups_per_step: As of `RolloutRuntime.stream_groups`.
 
     Attributes:
+        key: Identifies it in the journal.
         taken_names: Uids of groups that it has adopted.
         is_replayed: It returned in an earlier process: what it delivered then is all it has.
 
@@ -105,11 +106,11 @@ class SourceCall(Call):
         # What an earlier process recorded of the call. Until the consumer wants more than was
         # delivered then, the source is not asked.
         self._before = before = scheduler.log.take_call(step)
+        self.key = before.key
         self._delivered = sum(group.was_delivered for group in before.groups)
         self._wants_more = not self._delivered
         has_all = wanted is not None and self._delivered >= wanted
         self.is_replayed = has_all or before.missing is not None
-        self.groups.counts["dropped"] = before.missing or 0
 
     def _begin(self) -> None:
         """Queue the groups that the journal has for it."""
@@ -136,10 +137,15 @@ class SourceCall(Call):
         """Admit members, once the source of a resumed call is where it stood then."""
         source = self.source
         for _ in range(self._before.pull_count):
+            while source.is_pulling:  # for another call
+                await self.scheduler.wait_change()
             if not source.is_over and source.failure is None:
-                source.ask(self.step)
+                source.ask(self.key)
             while source.is_pulling:
                 await self.scheduler.wait_change()
+        # Only now: without these groups the call may be complete, and end.
+        self.groups.counts["dropped"] = self._before.missing or 0
+        self.scheduler.change()
         await super()._admit()
 
     def _adopt_group(self) -> bool:
@@ -185,7 +191,7 @@ class SourceCall(Call):
             self.groups.stop()
             self.scheduler.change()
         elif self.scheduler.has_free_slot and self._wants_more and not self.is_replayed:
-            source.ask(self.step)
+            source.ask(self.key)
 
     async def _settle_group(self, group: MemberGroup, wanted: Mapping[Member, Trajectory]) -> None:
         """Have `accept` judge a group; where it raises, which ends the call, the group is left."""
@@ -245,7 +251,7 @@ class SourceCall(Call):
         log, count = self.scheduler.log, self.groups.members
         new = [group for group in groups if not group.delivery]  # else a caller was cancelled
         members = [member for group in new for member in group.choose(count)]
-        number = log.note_delivery(members, self.step, missing)
+        number = log.note_delivery(members, self.key, missing)
         for group in new:
             group.delivery = number
         try:

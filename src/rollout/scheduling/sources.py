@@ -11,6 +11,7 @@ import anyio
 
 from rollout.containment import Contained, enter_containment
 from rollout.errors import RolloutError
+from rollout.scheduling.members import SourceCallKey
 from rollout.scopes import find_propagating
 from rollout.types import Prompt
 from rollout.worker_threads import WorkerThreads, may_leave_loop
@@ -49,12 +50,12 @@ class PromptSource:
         is_over: Whether it has no more, or was closed.
         failure: What it raised, until a call ends with that.
         is_pulling: Whether a pull is under way.
-        step: Of the call that pulled last.
+        asked_by: The call that pulled last.
     """
 
     def __init__(self, data: Any, scheduler: Any) -> None:
         self.data, self._scheduler = data, scheduler
-        self.count = self.step = 0
+        self.count, self.asked_by = 0, SourceCallKey(0)
         self.is_over = self.is_pulling = False
         self.failure: BaseException | None = None
         self._is_async = isinstance(data, AsyncIterable)
@@ -63,11 +64,11 @@ class PromptSource:
         self._task: Contained[None] | None = None
         self._wanted = anyio.Event()  # has the task pull once more, or end
 
-    def ask(self, step: int) -> None:
-        """Start a pull of one prompt for a call of this step, unless one is under way."""
+    def ask(self, call: SourceCallKey) -> None:
+        """Start a pull of one prompt for a call, unless one is under way."""
         if self.is_pulling:
             return
-        self.is_pulling, self.step = True, step
+        self.is_pulling, self.asked_by = True, call
         self._wanted.set()
         if not self._has_task:
             self._has_task = True
