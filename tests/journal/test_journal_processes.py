@@ -13,6 +13,7 @@ import anyio
 import pytest
 
 import rollout
+from forked import start_fork
 from http_agents import Client, config_of, prompt_of, user
 from journal_material import cut_before_end
 from rollout import JournalError, Outcome, Prompt, RolloutBatch
@@ -85,6 +86,22 @@ def test_journal_written_by_its_thread_is_whole_and_resumed(tmp_path: Path, fsyn
     assert [each.transcript.ids_bytes() for each in second.trajectories] == [
         each.transcript.ids_bytes() for each in first.trajectories
     ]
+
+
+def wait_for_end() -> None:
+    """As a data loader's worker."""
+    sys.stdin.read()
+
+
+def test_journal_of_a_closed_runtime_is_free_while_a_forked_child_lives(tmp_path: Path) -> None:
+    config = Scenario(seed=2).config(journal=JournalConfig(path=str(tmp_path / "journal")))
+
+    async def act(resume: bool) -> subprocess.Popen[str]:
+        async with rollout.open_rollout(config, resume=resume):
+            return start_fork(wait_for_end, stdin=subprocess.PIPE)
+
+    with anyio.run(act, False), anyio.run(act, True):
+        pass
 
 
 def test_generate_on_a_full_disk_waits_and_ends_with_what_there_is(tmp_path: Path) -> None:

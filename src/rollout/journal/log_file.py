@@ -164,7 +164,9 @@ class LogFile:
         self.size += len(data)
 
     def close(self) -> None:
-        """Close the file, which also unlocks it."""
+        """Unlock the file and close it."""
+        with suppress(OSError):  # a child that was forked has the lock too, while it lives
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         os.close(self._descriptor)
 
     # Records.
