@@ -56,9 +56,19 @@ def test_read_events_kind_of_a_later_version_is_left_out(tmp_path: Path) -> None
     assert list(read_events(tmp_path)) == [RunEnded(at=2.0)]
 
 
-def test_read_events_line_that_is_no_event_is_named(tmp_path: Path) -> None:
-    (tmp_path / EVENTS).write_bytes(b'{"kind":"run_ended","at":2}\n{"kind":"turn_ended"}\n')
-    with pytest.raises(RolloutError, match=r"events.jsonl:2: expected an event: .*missing"):
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        (b'{"kind":"turn_ended"}', ".*missing"),
+        (b'{"kind":"\xff"}', "'utf-8' codec can't decode byte 0xff"),
+        (b'{"kind":"loop_blocked","at":3,"seconds":1,"cause":"\xff"}', "'utf-8' codec can't"),
+    ],
+)
+def test_read_events_line_that_is_no_event_is_named(
+    tmp_path: Path, line: bytes, fault: str
+) -> None:
+    (tmp_path / EVENTS).write_bytes(b'{"kind":"run_ended","at":2}\n' + line + b"\n")
+    with pytest.raises(RolloutError, match=rf"events.jsonl:2: expected an event: {fault}"):
         list(read_events(tmp_path))
     with pytest.raises(RolloutError, match="cannot be read: No such file"):
         list(read_events(tmp_path / "nothing"))

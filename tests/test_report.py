@@ -286,12 +286,24 @@ def test_report_of_no_run_is_refused(tmp_path: Path, make: Any, message: str) ->
         write_report(tmp_path / "run")
 
 
-def test_report_of_a_line_that_is_no_trajectory_names_it(tmp_path: Path) -> None:
-    directory = MadeUpRun(groups=1).write(tmp_path)
-    with (directory / "trajectories.jsonl").open("ab") as file:
-        file.write(b'{"uid": 3}\n')
-    with pytest.raises(RolloutError, match=r"trajectories.jsonl, line 5: .*`str`"):
-        write_report(directory)
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"uid": 3}, ".*`str`"),
+        ({"uid": "\udcff"}, "'utf-8' codec can't decode byte"),
+        ({"spans": [{"kind": "prompt", "ids": [-1]}]}, ".*-1 out of bounds"),
+        ({"metrics": {"tool_calls": "many"}}, "could not convert string to float"),
+    ],
+)
+def test_report_of_a_line_that_is_no_trajectory_names_it(
+    tmp_path: Path, changes: dict[str, Any], fault: str
+) -> None:
+    path = MadeUpRun(groups=1).write(tmp_path) / "trajectories.jsonl"
+    line = json.dumps(json.loads(path.read_text().splitlines()[0]) | changes, ensure_ascii=False)
+    with path.open("ab") as file:
+        file.write(line.encode("utf-8", "surrogateescape") + b"\n")
+    with pytest.raises(RolloutError, match=rf"trajectories.jsonl, line 5: {fault}"):
+        write_report(path.parent)
 
 
 def test_texts_of_tokens_keep_spaces_and_characters_of_several_tokens() -> None:

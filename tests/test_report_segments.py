@@ -15,13 +15,16 @@ from rollout.observe.report.saved_trajectories import (
     SavedMessage,
     SavedSegment,
     SavedSpan,
+    SavedTrajectory,
     TrajectoryLines,
 )
 
 
 def rows_of(directory: Path, at: int) -> list[SavedSegment]:
     lines = TrajectoryLines(directory / "trajectories.jsonl")
-    return lines.decode(lines.read(directory / "none")[at]).rows
+    found: list[SavedTrajectory] = []
+    lines.decode(lines.read(directory / "none")[at], found.append)
+    return found[0].rows
 
 
 def told(calls: list[dict[str, Any]]) -> list[str]:

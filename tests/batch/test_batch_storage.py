@@ -432,6 +432,11 @@ def test_batch_edited_line_is_named(saved: Path) -> None:
     path.write_text("\n".join([lines[0], '{"uid": 3}']))
     seal(saved)
     assert reason(saved) == f"{path}, line 2: Expected `str`, got `int` - at `$.uid`"
+    first = json.loads(lines[0])
+    first["prompt"] = {"uid": "p"}
+    path.write_text(json.dumps(first))
+    seal(saved)
+    assert reason(saved) == f"{path}, line 1: Missing required argument 'messages'"
 
 
 @pytest.mark.parametrize("name", ["samples.jsonl", "trajectories.jsonl"])

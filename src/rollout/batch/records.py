@@ -119,15 +119,15 @@ def trajectory_from_line(line: bytes, decode: Decode | None = None) -> Trajector
 
     Raises:
         msgspec.MsgspecError: The line is no such record.
-        ValueError: Its spans make no transcript.
+        TypeError, ValueError: Its prompt lacks messages, or its spans make no transcript.
     """
     record: Any = _decode_line(line)
     for each in (record, *record.segments):
         each.spans = each.spans and _read_spans(each.spans)
     prompt = None
-    if record.prompt is not None:
-        messages = map(_read_media, record.prompt["messages"])
-        prompt = Prompt(**{**record.prompt, "messages": list(messages)})
+    if (fields := record.prompt) is not None:
+        read = {"messages": [*map(_read_media, fields["messages"])]} if "messages" in fields else {}
+        prompt = Prompt(**{**fields, **read})
     return unpack_trajectory(
         record, prompt, lambda own: own if decode is None else Messages(own, decode)
     )

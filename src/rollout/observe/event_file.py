@@ -185,7 +185,7 @@ def events_of_batch(path: str | Path, batch: int | None) -> list[AnyEvent]:
 def _decoded(line: bytes, place: str) -> AnyEvent | None:
     try:
         return _DECODER.decode(line)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         if _is_of_another_kind(line):
             return None
         raise RolloutError(f"{place}: expected an event: {error}") from error
@@ -194,7 +194,7 @@ def _decoded(line: bytes, place: str) -> AnyEvent | None:
 def _is_of_another_kind(line: bytes) -> bool:
     try:
         kind = msgspec.json.decode(line, type=dict[str, Any]).get("kind")
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return False
     return isinstance(kind, str) and kind not in KINDS
 

@@ -20,7 +20,7 @@ from rollout.observe.report.packing import packed, packed_trajectory
 from rollout.observe.report.page import page_pieces
 from rollout.observe.report.rows import Row, columns_of, row_of
 from rollout.observe.report.run_times import RunTimes, times_of
-from rollout.observe.report.saved_trajectories import TrajectoryLines
+from rollout.observe.report.saved_trajectories import SavedTrajectory, TrajectoryLines
 from rollout.observe.report.series import series_of
 from rollout.observe.report.token_texts import TokenTexts
 from rollout.observe.report.trajectory_times import DIGITS, OTHER, SPENT, TOOL, TrajectoryTimes
@@ -113,12 +113,14 @@ class RunReport:
         if self._lines.has_restarted:
             self._forget()
         for line in lines:
-            trajectory = self._lines.decode(line)
-            self._packs.append(packed_trajectory(trajectory, self._texts))
-            self._rows.append(row_of(trajectory))
-            for name, value in trajectory.metrics.items():
-                if name.startswith("tool/"):
-                    self._sums[name] = self._sums.get(name, 0.0) + float(value)
+            self._lines.decode(line, self._add)
+
+    def _add(self, trajectory: SavedTrajectory) -> None:
+        self._packs.append(packed_trajectory(trajectory, self._texts))
+        self._rows.append(row_of(trajectory))
+        for name, value in trajectory.metrics.items():
+            if name.startswith("tool/"):
+                self._sums[name] = self._sums.get(name, 0.0) + float(value)
 
     def _times(self) -> RunTimes:
         there = (self.directory / EVENTS).exists()

@@ -16,6 +16,7 @@ import msgspec
 from rollout.errors import RolloutError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from rollout.journal.records import Key
@@ -187,16 +188,16 @@ class TrajectoryLines:
             _with_key(trajectory_line(each, None).rstrip(b"\n"), key) for key, each in new.items()
         ]
 
-    def decode(self, line: bytes) -> SavedTrajectory:
-        """The trajectory of a line.
+    def decode(self, line: bytes, add: Callable[[SavedTrajectory], None]) -> None:
+        """Decode the trajectory of a line, and have it added.
 
         Raises:
-            RolloutError: It describes none; names the file and the line.
+            RolloutError: It describes none, or has what cannot be shown; names file and line.
         """
         self._line += 1
         try:
-            return _DECODER.decode(line)
-        except msgspec.MsgspecError as error:
+            add(_DECODER.decode(line))
+        except (msgspec.MsgspecError, ValueError, OverflowError) as error:
             raise RolloutError(f"{self._path}, line {self._line}: {error}") from error
 
 
