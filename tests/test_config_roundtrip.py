@@ -105,8 +105,8 @@ placements = {
         RayPlacement,
         python=optional(texts),
         address=optional(texts),
-        gpus_per_replica=st.floats(1, 16),
-        cpus_per_replica=st.floats(0, 8),
+        gpus_per_replica=st.floats(0.001, 1) | st.integers(1, 16).map(float),
+        cpus_per_replica=st.just(0.0) | st.floats(0.001, 8),
     ),
 }
 
