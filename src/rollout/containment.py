@@ -197,10 +197,10 @@ class Contained(Generic[T]):
     async def _serve(self) -> None:
         """The code's task: runs it, and reports how it ended."""
         activity = self._activity  # noqa: F841  (see `observe.blocking_code`)
-        _around.set(self)
         assert self._body is not None
         try:
             with self.scope:
+                _around.set(self)  # only here: asyncio's timers keep the context they began in
                 try:
                     self.value = await self._body
                 except BaseException as error:
