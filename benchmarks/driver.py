@@ -70,6 +70,7 @@ PROMISED = {
     "stall_ms_256": 50.0,
     "stall_ms_4096": 100.0,
     "stall_ms_10000": 100.0,
+    "stall_ms_10000_asyncio": 100.0,
     "first_generate_stall_ms": 100.0,
     "bytes_per_token": 20.0,
     "kb_idle": 20.0,
