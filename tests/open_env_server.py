@@ -28,7 +28,7 @@ SCHEMA = {
 
 class EchoServer:
     """Echoes in capitals; `boom` fails, `bye` ends the episode, `drop` ends the connection, `mute`
-    is never answered.
+    is never answered, and `odd` has a reward that is no number.
     """
 
     def __init__(self, room: int = 2, schema: dict[str, Any] = SCHEMA) -> None:
@@ -79,6 +79,8 @@ class EchoServer:
             return _error("VALIDATION_ERROR", "Invalid message", errors=[{"loc": ["text"]}])
         if data["text"] == "boom":
             return _error("EXECUTION_ERROR", "boom")
+        if data["text"] == "odd":
+            return _observation("ODD", "0.5", True)
         return _observation(data["text"].upper(), len(data["text"]) / 10, data["text"] == "bye")
 
 
@@ -86,7 +88,7 @@ def _error(code: str, message: str, **more: Any) -> str:
     return json.dumps({"type": "error", "data": {"message": message, "code": code, **more}})
 
 
-def _observation(text: str, reward: float | None, done: bool = False) -> str:
+def _observation(text: str, reward: object, done: bool = False) -> str:
     data = {"observation": {"text": text}, "reward": reward, "done": done}
     return json.dumps({"type": "observation", "data": data})
 

@@ -292,3 +292,15 @@ async def test_program_that_fails_after_a_length_ends_as_what_it_prints(
         assert is_length(trajectory), trajectory.cause
     else:
         assert message in failed_with(trajectory)
+
+
+@on_asyncio
+@pytest.mark.usefixtures("own_temporary_directory")
+async def test_program_that_cannot_be_started_says_why() -> None:
+    rollout.register_agent("a_large_argument")(ProgramAgent(["/bin/echo", "{prompt}"]))
+    said = "L" * 140_000  # Linux takes 128 KiB an argument
+    prompt = Prompt(messages=[{"role": "user", "content": said}], agent_name="a_large_argument")
+    config = Scenario(seed=1).config(sandbox=SandboxConfig(provider="none"))
+    async with rollout.open_rollout(config) as runtime:
+        trajectory = (await runtime.generate([prompt])).trajectories[0]
+    assert "Argument list too long" in failed_with(trajectory)

@@ -95,6 +95,15 @@ async def test_open_env_lost_connection_fails_the_trajectory(url: str) -> None:
         assert "lost during step: " in trajectory.cause.message
 
 
+async def test_open_env_reward_that_is_no_number_fails_the_trajectory(url: str) -> None:
+    (by_text,) = await act_by_text(OpenEnv(url), "odd")
+    (by_tool,) = await act_by_tool(OpenEnv(url), step("odd"), "never")
+    for trajectory in (by_text, by_tool):
+        assert (trajectory.outcome, trajectory.reward) == (Outcome.FAILED, None)
+        assert trajectory.cause is not None
+        assert "'0.5'; expected a number" in trajectory.cause.message
+
+
 async def test_open_env_silence_fails_the_trajectory(url: str) -> None:
     server = OpenEnv(url, timeout_s=0.2)
     (by_text,) = await act_by_text(server, "mute")

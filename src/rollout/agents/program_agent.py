@@ -139,7 +139,7 @@ class ProgramAgent(AgentLoop):
                 late, source = f"timed out after {self._timeout_s:g} s", "ProgramAgent.timeout_s"
                 raise LimitExceeded(f"the program {late}", source=source, reason="timeout")
             if result.exit_code and self._check:
-                end = output.strip()[-400:]
+                end = (output or result.stderr.decode(errors="replace")).strip()[-400:]
                 end = f": {end}" if end else ""
                 failure = AgentError(f"the program failed: exit code {result.exit_code}{end}")
                 failure.output = output

@@ -13,6 +13,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from rollout.chat.reward_values import BadRewardError, finite_number
 from rollout.config.checks import is_http_url
 from rollout.errors import ToolError
 from rollout.lazy import import_extra
@@ -215,11 +216,15 @@ class OpenEnvSession:
             details = f" {content['errors']}" if content.get("errors") else ""
             message = f"{content.get('message', '')}{details}"
             raise OpenEnvError(server.url, str(content.get("code", "ERROR")), message)
-        self.is_done = bool(content.get("done"))
-        observation = content.get("observation")
-        if not isinstance(observation, dict):
-            raise OpenEnvError(server.url, "BAD_ANSWER", f"observation = {observation!r:.200}")
-        return server.observation_text(observation), content.get("reward") or 0.0, self.is_done, {}
+        self.is_done, observation = bool(content.get("done")), content.get("observation")
+        try:
+            reward = finite_number(content.get("reward") or 0.0, "the server")
+            if not isinstance(observation, dict):
+                raise BadRewardError(f"observation = {observation!r:.200}; expected an object")
+        except BadRewardError as error:  # what the episode is worth is not known any more
+            self.lost = f"to {kind}: {error}"
+            raise OpenEnvError(server.url, "BAD_ANSWER", self.lost) from None
+        return server.observation_text(observation), reward, self.is_done, {}
 
     async def _connect(self) -> Any:
         server = self._server
