@@ -16,7 +16,7 @@ import anyio
 import msgspec
 
 from rollout.bridge import loop_clock
-from rollout.errors import LimitExceeded
+from rollout.errors import AgentError, LimitExceeded
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ class Limit:
     __slots__ = (
         "_due",
         "_end",
+        "_is_block",
         "_lost_s",
         "_outer",
         "_pauses",
@@ -102,6 +103,7 @@ class Limit:
         #: object that refers to itself lives until the next full collection.
         self._end: tuple[float, Limit | Deadline | None] | None = None
         self._scope: anyio.CancelScope | None = None
+        self._is_block: bool | None = False  # None once `cancel_all` has cancelled its block
 
     def open(self, seconds: float | None, source: str, *, since: float | None = None) -> Limit:
         """A limit within this one; with None it ends when this one does.
@@ -165,7 +167,7 @@ class Limit:
 
     def govern(self, scope: anyio.CancelScope) -> None:
         """Keep the deadline of this scope right, until `release`."""
-        self._scope = scope
+        self._scope, self._is_block = scope, False
         self.renew()
         self.clock.governed += (self,)
 
@@ -181,7 +183,7 @@ class Limit:
         clock.governed = tuple([each for each in clock.governed if each is not self])
 
     def __enter__(self) -> Limit:
-        self._end = self._find_end()
+        self._end, self._is_block = self._find_end(), True
         self._scope = anyio.CancelScope(deadline=self._end[0])  # cheaper than one set later
         self.clock.governed += (self,)
         self._scope.__enter__()
@@ -192,6 +194,8 @@ class Limit:
         assert scope is not None
         self.release()
         is_caught: bool | None = scope.__exit__(*error)
+        if is_caught and self._is_block is None:
+            raise AgentError("the trajectory has ended")
         if is_caught and self.is_over:
             raise self.deadline.error()
         return is_caught
@@ -252,8 +256,10 @@ class Clock(Limit):
 
     def cancel_all(self) -> None:
         """Cancel the blocks of all limits: their tasks were left behind by an agent that ended."""
-        for scope in [each._scope for each in self.governed if each._scope is not None]:
-            scope.cancel()
+        for limit in self.governed:
+            if limit._is_block and limit._scope is not None:  # not tools: none is to blame
+                limit._is_block = None
+                limit._scope.cancel()
 
     def carry(self) -> None:
         """Pause all limits, and have the trajectory wait before its next request."""

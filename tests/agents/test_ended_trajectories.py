@@ -12,7 +12,9 @@ import rollout
 from race_situations import user
 from rollout import AgentContext, AgentError, AgentLoop, Outcome, Trajectory, register_agent
 from rollout.config import AgentConfig
+from rollout.interactions import Interaction, InteractionTurn
 from rollout.testing import Scenario
+from rollout.tools import Tool, ToolPolicy, ToolSession, function_tool
 from trial_agent import run_trial
 
 pytestmark = pytest.mark.anyio
@@ -30,11 +32,40 @@ class FirstAndSecond(AgentLoop):
         await AGENTS[context.identity.uid](context)
 
 
+@function_tool(policy=ToolPolicy(breaker_failures=1))
+async def look() -> str:
+    """Look around."""
+    await anyio.sleep(0.3)
+    return "all is fine"
+
+
+class SlowToOpen(Tool):
+    """Takes a second to open."""
+
+    name = "slow_to_open"
+    schema = look.schema | {"function": look.schema["function"] | {"name": name}}
+
+    async def open(self, context: Any) -> ToolSession:
+        await anyio.sleep(1)
+        return ToolSession()
+
+
+class SlowUser(Interaction):
+    """Takes a second to answer."""
+
+    name = "slow_user"
+
+    async def respond(self, messages: Any) -> InteractionTurn:
+        await anyio.sleep(1)
+        return InteractionTurn(text="Go on.")
+
+
 async def run_two(first: Any, second: Any, scenario: Scenario = SCENARIO) -> Trajectory:
     """Run two agents at once; the trajectory of the first one, after both."""
     AGENTS.update(first=first, second=second)
-    config = scenario.config(agent=AgentConfig(name="first_and_second"))
-    async with rollout.open_rollout(config) as runtime:
+    agent = AgentConfig(name="first_and_second", interaction="slow_user")
+    config, tools = scenario.config(agent=agent), [look, SlowToOpen()]
+    async with rollout.open_rollout(config, tools=tools, interactions=[SlowUser]) as runtime:
         batch = await runtime.generate([user("a", uid="first"), user("b", uid="second")])
         assert runtime.engines.tokens_under_way == 0
     return batch.trajectories[0]
@@ -92,9 +123,57 @@ async def test_generation_under_way_as_its_trajectory_ends_is_cut_and_appends_no
             errors.append(caught.value)
 
     trajectory = await run_two(first, second, SCENARIO.timing(base_s=0.1, slope_s=0.0))
-    assert list(map(str, errors)) == ["generate: the trajectory has ended"]
+    assert list(map(str, errors)) == ["the trajectory has ended"]
     assert (trajectory.cause.type, trajectory.generated_length) == ("LookupError", 0)
     assert [span.kind for span in trajectory.transcript.spans] == ["prompt"]
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
+async def test_tool_that_runs_on_as_its_trajectory_ends_is_not_blamed() -> None:
+    contexts: list[AgentContext] = []
+    texts: list[str] = []
+
+    async def first(context: AgentContext) -> None:
+        await context.generate()
+        contexts.append(context)
+        await anyio.sleep(0.3)
+
+    async def second(context: AgentContext) -> None:
+        await context.generate()
+        await anyio.sleep(0.2)
+        with pytest.raises(AgentError, match="answer: the trajectory has ended"):
+            await contexts[0].call_tools([{"name": "look", "arguments": {}}])
+        (answer,) = await context.call_tools([{"name": "look", "arguments": {}}])
+        texts.append(answer.text)
+
+    await run_two(first, second)
+    assert texts == ["all is fine"]
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
+@pytest.mark.parametrize("what", ["slow_to_open", "ask_user"])
+async def test_call_that_is_cut_as_its_trajectory_ends_raises_an_agent_error(what: str) -> None:
+    contexts: list[AgentContext] = []
+    errors: list[str] = []
+
+    async def first(context: AgentContext) -> None:
+        await context.generate()
+        contexts.append(context)
+        await anyio.sleep(0.3)
+
+    async def second(context: AgentContext) -> None:
+        await context.generate()
+        await anyio.sleep(0.2)
+        try:
+            if what == "ask_user":
+                await contexts[0].ask_user()
+            else:
+                await contexts[0].call_tools([{"name": what, "arguments": {}}])
+        except Exception as error:
+            errors.append(repr(error).replace("answer: ", ""))
+
+    await run_two(first, second)
+    assert errors == ["AgentError('the trajectory has ended')"]
 
 
 async def test_segment_that_was_left_opens_no_other_and_does_not_begin_again() -> None:
