@@ -14,6 +14,7 @@ import anyio
 import attrs
 import msgspec
 import pytest
+from test_http_liveness import run_at_once
 
 import faulty_cores
 from pools import make_pool
@@ -221,6 +222,26 @@ async def test_broadcast_brings_up_replicas_that_were_lost_or_added_after_the_on
             await pool.update_weights(10, describe(pool))
         await states_become(pool, ["serving"] * 3)
         assert [replica.weight_version for replica in pool.router.replicas] == [10] * 3
+
+
+async def test_broadcast_that_none_of_those_it_reaches_gets_fails_at_once(
+    cores: list[Any],
+    received: list[DistributedWeights],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("anyio.to_thread.run_sync", run_at_once)
+    async with pool_of({}, {}).serving() as pool:
+        await pool.update_weights(8, sent(tmp_path, replicas=2))
+        cores[0].on_death()
+        await anyio.sleep(20)
+        cores[1].on_death()
+        await anyio.sleep(0.1)  # it is restarted, and would wait then for weights that were sent
+        assert [each.state for each in pool.statistics()] == ["waiting", "restarting"]
+        began = anyio.current_time()
+        with pytest.raises(EngineError, match="no sender"):
+            await pool.update_weights(9, sent(tmp_path, replicas=1, host="lost"))
+        assert anyio.current_time() - began < 1
 
 
 async def test_broadcast_over_nccl_to_two_replicas_on_one_gpu_is_refused(

@@ -174,9 +174,12 @@ class WeightUpdater:
         finally:
             await broadcast.discard()
         self._updates.notify()  # those that waited serve with what they have received
-        if not serving or any(each.weights is weights for each in reached if each not in serving):
-            await self._wait_for_first(weights)
-        if not self._is_served(weights) and (self._errors or self._has_replicas()):
+        awaited: Collection[Replica] = [] if serving else self._replicas
+        if isinstance(weights.source, DistributedWeights):  # no other comes to serve with them
+            awaited = [each for each in reached if each not in serving and each.weights is weights]
+        await self._wait_for_first(weights, awaited)
+        is_any_left = any(not each.gone.is_set() for each in self._replicas)
+        if not self._is_served(weights) and (self._errors or is_any_left):
             why = self._describe_failure(weights)
             self._restore(before)
             await self._discard_others()
@@ -231,19 +234,17 @@ class WeightUpdater:
         channel.info = msgspec.structs.replace(channel.info, weight_version=weights.version)
         replica.weights = weights
 
-    async def _wait_for_first(self, weights: SentWeights) -> None:
-        """Return when a replica that comes back serves with them, or when none of them will."""
+    async def _wait_for_first(self, weights: SentWeights, awaited: Collection[Replica]) -> None:
+        """Return when a replica serves with them, or when none of those that are awaited will."""
         with anyio.move_on_after(2 * self._limit_s):  # to start, and to load them
-            while not self._is_served(weights) and self._has_replicas(without=self._errors):
+            while not self._is_served(weights):
+                if all(each.gone.is_set() or each in self._errors for each in awaited):
+                    return
                 await self._changes.wait()
 
     def _is_served(self, weights: SentWeights) -> bool:
         """Whether a replica serves with these weights."""
         return any(each.is_serving and each.weights is weights for each in self._replicas)
-
-    def _has_replicas(self, without: Collection[Replica] = ()) -> bool:
-        """Whether there are others than these, serving or not."""
-        return any(not each.gone.is_set() and each not in without for each in self._replicas)
 
     def _describe_failure(self, weights: SentWeights) -> str:
         """Why no replica has these weights, by each replica."""
