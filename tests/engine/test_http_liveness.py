@@ -173,6 +173,15 @@ class Server(RecordedServer):
 
         self._routes[f"POST {route}"] = answer
 
+    def speak_ssh(self, route: str) -> None:
+        """Answer what is posted there with what is no HTTP."""
+
+        async def answer(_: dict[str, Any], send: Send) -> None:
+            self.came_at.append((route, anyio.current_time()))
+            await send("SSH-2.0-OpenSSH\r\n\r\n")
+
+        self._routes[f"POST {route}"] = answer
+
     @staticmethod
     def _event(start: int, count: int, finish: dict[str, Any] | None) -> str:
         ids = [start + i for i in range(count)]
@@ -351,13 +360,30 @@ async def test_http_answers_that_are_always_cut_fail_after_twenty(
 
 @pytest.mark.parametrize("status", [429, 502, 503, 504])
 async def test_http_server_that_takes_no_request_now_is_asked_again(
-    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     server = Server(seconds=1)
     async with serving(server, tmp_path, monkeypatch) as (pool, _):
         server.on_refusal("/generate", status, anyio.current_time() + 30)
         assert await ask(pool) == [3, 4]
         assert 30 < len(server.posts("/generate")) < 40
+        (line,) = [each for each in caplog.messages if "answered" in each]
+        assert f"http://theirs/generate answered {status}: " in line
+
+
+async def test_http_connections_that_break_before_any_token_fail_after_twenty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server(seconds=1)
+    server.speak_ssh("/generate")
+    async with serving(server, tmp_path, monkeypatch) as (pool, _):
+        with pytest.raises(EngineError, match=r"^20 connections were lost .* illegal status line"):
+            with anyio.fail_after(60):
+                await ask(pool)
+    assert len(server.posts("/generate")) == 20
 
 
 async def test_http_idle_server_that_refuses_connections_is_lost_in_seconds(

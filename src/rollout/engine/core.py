@@ -35,6 +35,8 @@ Penalty = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]
 CORE_CLOSE_S = 5.0
 #: The error of an answer that was cut off for an operation and cannot be resumed as it is.
 INTERRUPTED = "interrupted"
+#: How the error of a "rejected" answer begins whose connection broke: one that was lost.
+BROKEN = "the connection broke: "
 #: What the levels of sleep release.
 TAGS_OF_LEVEL = {1: ("kv_cache",), 2: ("kv_cache", "weights")}
 ALL_TAGS = TAGS_OF_LEVEL[2]

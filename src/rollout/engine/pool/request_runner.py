@@ -11,7 +11,7 @@ import anyio
 import attrs
 
 from rollout.bridge import loop_clock
-from rollout.engine.core import INTERRUPTED, WHOLE_ANSWERS
+from rollout.engine.core import BROKEN, INTERRUPTED, WHOLE_ANSWERS
 from rollout.engine.pool.generation import Loss
 from rollout.engine.pool.replica import describe_errors
 from rollout.limits import cleanup_scope
@@ -286,9 +286,9 @@ class RequestRunner:
         if request.finish_reason == "rejected":
             await anyio.sleep(request.refused_backoff_s)
             request.refused_backoff_s = min(2 * request.refused_backoff_s, MAX_REFUSED_BACKOFF_S)
-            if not request.parts[-1].count:
+            if not (request.parts[-1].count or request.error.startswith(BROKEN)):
                 return False
-            # An engine behind HTTP broke off in mid-answer: that counts as a connection that broke.
+            # An engine behind HTTP broke off: that counts as a connection that broke.
             request.is_lost, request.loss = True, Loss(request.error)
             request.loss.settle(is_process_lost=False)
         if request.is_lost or request.is_malformed:

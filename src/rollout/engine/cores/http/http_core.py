@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import msgspec
 
-from rollout.engine.core import Capabilities, Chunk, EngineInfo, EngineLoad, GenerationRequest
+from rollout.engine.core import BROKEN, Capabilities, EngineInfo, EngineLoad
 from rollout.engine.cores.base import BaseCore
 from rollout.engine.cores.http.client import HttpClient, HttpError, open_client
 from rollout.engine.cores.http.sglang_api import SGLangApi, SGLangReader
@@ -19,6 +19,8 @@ from rollout.errors import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+
+    from rollout.engine.core import Chunk, GenerationRequest
 
 logger = logging.getLogger("rollout.engine")
 
@@ -38,8 +40,6 @@ CONTROL_CONNECTIONS = 4
 #: An abort that is not confirmed by then ends with the connection.
 ABORT_S = 5.0
 APIS: dict[str, type[SGLangApi | VllmApi]] = {"sglang": SGLangApi, "vllm": VllmApi}
-
-
 _Reader = SGLangReader | VllmReader
 
 
@@ -79,6 +79,7 @@ class HttpCore(BaseCore[_Reader]):
         self._abort_due = anyio.Event()
         self._heard_at = 0.0
         self._sampled = 0
+        self._refusals: set[int] = set()  # statuses of those that were logged
 
     async def start(self) -> None:
         """Wait until the server answers, however long; the caller bounds the wait.
@@ -208,7 +209,11 @@ class HttpCore(BaseCore[_Reader]):
             if error.is_refusal:
                 await self._lose_if_refused(str(error))
             is_passing = error.is_refusal or error.is_silence or error.status in PASSING
-            entry.give_up("rejected" if is_passing else "error", str(error))
+            if is_passing and error.status not in self._refusals:  # it may be so for ever
+                self._refusals.add(error.status)
+                logger.warning("asked again until its limit: %s", error)
+            text = f"{BROKEN if error.is_refusal else ''}{error}"
+            entry.give_up("rejected" if is_passing else "error", text)
         return [entry.last_chunk()]
 
     async def _lose_if_refused(self, reason: str) -> None:
