@@ -18,7 +18,7 @@ def check_samples(types: Any) -> None:
     contract.check(samples, types.TrainingSample)
     # Of nine rows, three have nothing to learn.
     assert len(samples) == 6
-    first = samples[0]
+    first = samples[1]  # before it is its side conversation
     assert first.token_ids == [10, 11, 12, 13, 60, 61, 2, 50, 51, 52, 61, 62, 2]
     assert first.mask == [False] * 4 + [True] * 3 + [False] * 3 + [True] * 3
     assert first.logprobs[3:8] == [0.0, -0.5, -0.25, -0.125, 0.0]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import compress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import every_outcome as given
+from rollout import Outcome, Trajectory
+from rollout.chat.trajectory import Parent, Segment
 from rollout.errors import ConfigError, PromptError
 from rollout.integrations.adapter import PlacedRows
 from rollout.integrations.row_policy import RowPolicy
@@ -64,7 +68,7 @@ def test_output_of_several_segments_is_step_wise_only() -> None:
     output = output_of(step_wise=True)
     assert output["is_last_step"] == [False] + [True] * 8
     assert output["trajectory_ids"][0] is output["trajectory_ids"][1]
-    assert output["env_metrics"][1]["purpose"] == "side"
+    assert [each["purpose"] for each in output["env_metrics"][:2]] == ["side", "main"]
 
 
 def test_output_follows_the_generator_options_of_skyrl() -> None:
@@ -72,6 +76,81 @@ def test_output_follows_the_generator_options_of_skyrl() -> None:
     # What stands for the unknown rewards of the second group stays its mean.
     assert output["rewards"] == [1.0] + [0.0] * 3 + [1.0] * 4
     assert [any(mask) for mask in output["loss_masks"]] == [True] + [False] * 6 + [True]
+
+
+def group_output(members: Sequence[dict[str, Any]], **options: bool) -> dict[str, Any]:
+    """One group of these trajectories."""
+    trajectories = [
+        Trajectory(uid="a", group=0, member=at, outcome=Outcome.COMPLETED, **each)
+        for at, each in enumerate(members)
+    ]
+    policy = policy_for(RowPolicy(), step_wise=options.get("step_wise", False))
+    made = trainer_rows(trajectories, policy, eos_token_id=given.EOS)
+    places = [trajectories.index(row.trajectory) for row in made.rows]
+    return generator_output(made.rows, None, places, made.metrics, **options)
+
+
+def main_and_helper(own: float, **helper: Any) -> dict[str, Any]:
+    """A trajectory whose main conversation opened another."""
+    transcript = given.transcript(turns=1, finish=helper.pop("finish", "stop"))
+    parent = Parent(0, 4)
+    other = Segment(transcript=transcript, parent=parent, purpose="subagent", **helper)
+    return {"reward": own, "segments": [Segment(transcript=given.transcript()), other]}
+
+
+def last_rewards(output: dict[str, Any]) -> list[float]:
+    """What SkyRL looks at in step-wise training."""
+    return list(compress(output["rewards"], output["is_last_step"]))
+
+
+def test_last_row_of_a_trajectory_is_its_main_one_whatever_a_helper_earned() -> None:
+    output = group_output(
+        [main_and_helper(1.0, reward=0.25), main_and_helper(0.0, reward=0.25)], step_wise=True
+    )
+    assert output["rewards"] == [0.25, 1.0, 0.25, 0.0]
+    assert last_rewards(output) == [1.0, 0.0]
+
+
+def test_last_row_after_a_compaction_is_the_one_in_which_the_main_conversation_ends() -> None:
+    segments = [
+        Segment(transcript=given.transcript()),
+        Segment(transcript=given.transcript(turns=1), parent=Parent(0, 4), purpose="compaction"),
+        Segment(transcript=given.transcript(turns=1), parent=Parent(1, 4), purpose="subagent"),
+    ]
+    output = group_output([{"reward": 1.0, "segments": segments}], step_wise=True)
+    purposes = [each["purpose"] for each in output["env_metrics"]]
+    assert purposes == ["main", "subagent", "compaction"]
+    assert output["is_last_step"] == [False, False, True]
+
+
+def test_helper_cut_by_length_leaves_the_reward_of_its_trajectory() -> None:
+    output = group_output(
+        [main_and_helper(1.0, finish="length")], step_wise=True, zero_reward_on_non_stop=True
+    )
+    assert output["stop_reasons"] == ["length", "stop"]
+    assert output["rewards"] == [0.0, 1.0]
+
+
+def test_group_mean_stays_where_it_is_after_rewards_were_zeroed() -> None:
+    cut = {"reward": 1.0, "transcript": given.transcript(finish="length")}
+    failed = {"transcript": given.transcript(), "trainable": False}
+    members = [{"reward": 1.0, "transcript": given.transcript()}, cut, failed]
+    assert group_output(members)["rewards"] == [1.0, 1.0, 1.0]
+    assert group_output(members, zero_reward_on_non_stop=True)["rewards"] == [1.0, 0.0, 0.5]
+
+
+def test_group_mean_of_several_rows_is_that_of_last_ones() -> None:
+    failed = {"transcript": given.transcript(), "trainable": False}
+    members = [main_and_helper(1.0), {"reward": 0.0, "transcript": given.transcript()}, failed]
+    assert last_rewards(group_output(members, step_wise=True)) == [1.0, 0.0, 0.5]
+
+
+def test_zeros_of_a_policy_stay_zeros() -> None:
+    trajectories = given.every_outcome()
+    policy = RowPolicy(unrewarded="zero", segments="last")
+    made = trainer_rows(trajectories, policy, eos_token_id=given.EOS)
+    output = generator_output(made.rows, None, range(8), {}, unrewarded="zero")
+    assert output["rewards"][4:] == [0.0, 0.0, 0.0, 1.0]
 
 
 def generator_input(**changes: Any) -> dict[str, Any]:
@@ -132,6 +211,11 @@ def test_input_whose_env_class_is_an_agent_runs_that_agent() -> None:
 def test_input_with_a_setting_that_engines_lack_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"sampling_params.stop = \['</answer>'\]: engines here"):
         prompts_of(generator_input(sampling_params={"stop": ["</answer>"]}))
+
+
+def test_input_without_prompts_is_refused_by_name() -> None:
+    with pytest.raises(PromptError, match="prompts: no rows; expected at least one"):
+        prompts_of(generator_input(prompts=[], trajectory_ids=[]))
 
 
 def test_input_with_a_wrong_column_is_refused_by_name() -> None:

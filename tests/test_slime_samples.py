@@ -61,7 +61,7 @@ def test_samples_map_spans_masks_versions_status_and_text() -> None:
 
 def test_samples_of_several_segments_share_a_rollout_and_nest_all_groups() -> None:
     made = groups(contract.Sample)
-    assert [sample.metadata["rollout"]["purpose"] for sample in made[0][0]] == ["main", "side"]
+    assert [sample.metadata["rollout"]["purpose"] for sample in made[0][0]] == ["side", "main"]
     assert [sample.rollout_id for sample in made[0][0]] == [0, 0]
     assert all(isinstance(rows, list) for group in made for rows in group)
 

@@ -244,12 +244,12 @@ async def test_trainer_rows_of_side_conversation_are_masked_or_left_out(
     batch = await generate("plain", agent="rows_tree", samples=2)
     made = rows_of(batch)
     assert [(row.segment, row.purpose, row.is_last) for row in made.rows] == [
-        (0, "main", False),
-        (1, "side", True),
-        (0, "main", False),
-        (1, "side", True),
+        (1, "side", False),
+        (0, "main", True),
+        (1, "side", False),
+        (0, "main", True),
     ]
-    assert [bool(row.mask.any()) for row in made.rows] == [True, False, True, False]
+    assert [bool(row.mask.any()) for row in made.rows] == [False, True, False, True]
     assert made.metrics["rows/untrainable"] == made.metrics["rows/masked"] == 2
     assert all(row.mask.any() for row in rows_of(batch, untrainable="keep").rows)
     for policy in ("last", "longest"):  # the title is longer, but nothing to learn from
@@ -306,8 +306,8 @@ def test_trainer_rows_of_compacted_trajectory_last_is_where_its_main_conversatio
         reward=1.0,
         segments=[first, second, aside],
     )
-    assert [row.stop_reason for row in rows_of([one]).rows] == ["length", "length", "stop"]
-    assert [row.reward for row in rows_of([one]).rows] == [1.0, 0.25, 1.0]
+    assert [row.stop_reason for row in rows_of([one]).rows] == ["length", "stop", "length"]
+    assert [row.reward for row in rows_of([one]).rows] == [1.0, 1.0, 0.25]
     assert rows_of([one], segments="last").rows[0].response_ids.tolist() == [6]
     assert rows_of([one], segments="longest").rows[0].response_ids.tolist() == [5] * 9
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio  # noqa: TID251  (OpenRLHF runs on it)
+import math
 import sys
 import warnings
 from importlib.util import find_spec
@@ -113,7 +114,8 @@ def test_executor_runs_groups_of_every_ending(openrlhf: Any) -> None:
 class Engine:
     """OpenRLHF's actor as far as executors see it: answers, or never does."""
 
-    def __init__(self, text: str | None) -> None:
+    def __init__(self, text: str | None, log_prob: float = -0.5) -> None:
+        self._log_prob = log_prob
         self._ids = None if text is None else [*encode_text(text), EOS]
         self.asked: list[tuple[list[int], Any]] = []
         self.cancelled = 0
@@ -125,7 +127,7 @@ class Engine:
                 await asyncio.Event().wait()
             finally:
                 self.cancelled += 1
-        scored = [{token: SimpleNamespace(logprob=-0.5)} for token in self._ids]
+        scored = [{token: SimpleNamespace(logprob=self._log_prob)} for token in self._ids]
         output = SimpleNamespace(token_ids=self._ids, logprobs=scored, finish_reason="stop")
         return SimpleNamespace(outputs=[output])
 
@@ -148,6 +150,20 @@ def test_executor_generates_with_the_engine_of_openrlhf(openrlhf: Any) -> None:
     assert params.seed != other.seed
     assert given_params.temperature == 0.5
     assert not hasattr(given_params, "seed")
+
+
+@pytest.mark.parametrize("log_prob", [math.nan, -math.inf])
+def test_executor_fails_where_the_engine_s_log_probs_are_not_finite(
+    openrlhf: Any, log_prob: float
+) -> None:
+    from rollout.integrations.openrlhf import agent_executor
+
+    executor = agent_executor(given.single_turn(engines="trainer"))()
+    [[response]] = run_groups(executor, [("hi", Params())], 1, Engine("four", log_prob))
+    contract.check([response])
+    assert response["extra_logs"]["is_failed"] == 1.0
+    assert response["action_ranges"] == []
+    assert all(map(math.isfinite, response["rollout_log_probs"]))
 
 
 def test_executor_at_a_deadline_cancels_the_engine_s_request(openrlhf: Any) -> None:

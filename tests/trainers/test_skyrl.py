@@ -14,8 +14,13 @@ import pytest
 import typing_extensions
 
 import every_outcome as given
-from rollout.errors import ConfigError
+from rollout import AgentLoop
+from rollout.agents import register_agent
+from rollout.config import AgentConfig
+from rollout.errors import ConfigError, PromptError
 from rollout.integrations.row_policy import RowPolicy
+from rollout.integrations.trainer_settings import TrainerSettings
+from rollout.testing import Scenario
 from test_skyrl_output import generator_input, output_of
 from trainers.contracts import skyrl as contract
 
@@ -90,7 +95,8 @@ def test_generator_runs_a_batch_of_every_ending_in_the_order_of_the_input(
     ]
     assert all(outcome == ending for outcome, ending in outcomes)
     assert len(outcomes) == (16 if step_wise else 14)
-    assert output["env_metrics"][0]["weight_versions"] == [7, 8]
+    main = 1 if step_wise else 0  # the last row of the first trajectory
+    assert output["env_metrics"][main]["weight_versions"] == [7, 8]
     assert output["rollout_metrics"]["rollout/outcomes/failed"] == 2
     assert output["rollout_metrics"]["generate/avg_num_tokens"] > 0
 
@@ -110,6 +116,89 @@ def test_generator_of_two_sizes_of_groups_keeps_the_order(skyrl: Any) -> None:
     assert [metrics["outcome"] for metrics in output["env_metrics"]] == [
         *("completed", "completed", "length", "length", "limit")
     ]
+
+
+@register_agent("planner")
+class Planner(AgentLoop):
+    """Has a helper of its own reward; the first member succeeds, the third fails."""
+
+    async def run(self, context: Any) -> None:
+        member = context.identity.member
+        await context.generate()
+        async with context.open_segment([{"role": "user", "content": "helper"}]) as helper:
+            await helper.generate(max_new_tokens=2)  # cut by length
+            helper.reward = 0.25
+        context.observe([{"role": "user", "content": "go on"}])
+        await context.generate()
+        if member == 2:
+            raise RuntimeError("the tool is gone")
+        context.reward = 1.0 if member == 0 else 0.0
+
+
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_skyrl_itself_learns_steps_from_the_reward_of_the_main_conversation(
+    skyrl: Any, zeroes: bool
+) -> None:
+    import numpy as np
+    import torch
+    from skyrl.backends.skyrl_train.utils import ppo_utils
+
+    from rollout.integrations.skyrl import RolloutGenerator
+
+    scenario = Scenario(seed=1).reply("helper", "a long answer").reply("", "x")
+    config = scenario.config(agent=AgentConfig(name="planner"))
+    batch: Any = {
+        "prompts": [[{"role": "user", "content": "q"}]] * 3,
+        "env_classes": ["e"] * 3,
+        "env_extras": [{}] * 3,
+        "sampling_params": {},
+        "trajectory_ids": [SimpleNamespace(instance_id="a", repetition_id=at) for at in range(3)],
+        "batch_metadata": SimpleNamespace(global_step=1, training_phase="train"),
+    }
+    generator = RolloutGenerator(
+        TrainerSettings(config=config, engines="config"),
+        step_wise=True,
+        zero_reward_on_non_stop=zeroes,
+    )
+    try:
+        output: Any = anyio.run(generator.generate, batch)
+    finally:
+        generator.close()
+    skyrl.validate.validate_generator_output(3, output, step_wise=True)
+    contract.check(output, 3, step_wise=True)
+    purposes = [metrics["purpose"] for metrics in output["env_metrics"]]
+    assert purposes == ["subagent", "main"] * 3
+    assert output["stop_reasons"] == ["length", "stop"] * 2 + ["length", "abort"]
+    rewards = torch.tensor(output["rewards"])[torch.tensor(output["is_last_step"])]
+    assert rewards.tolist() == [1.0, 0.0, 0.5]
+    # As its trainer does in step-wise training: last rows alone.
+    advantages, _ = ppo_utils.compute_advantages_and_returns(
+        token_level_rewards=rewards[:, None],
+        response_mask=torch.ones(3, 1),
+        index=np.array(["a"] * 3),
+        adv_estimator="grpo",
+        values=None,
+        config=None,
+        gamma=1,
+        lambd=1,
+        grpo_norm_by_std=False,
+    )
+    assert advantages[:, 0].tolist() == pytest.approx([0.5, -0.5, 0.0])
+
+
+def test_generator_refuses_a_batch_without_prompts(skyrl: Any) -> None:
+    from rollout.integrations.skyrl import RolloutGenerator
+
+    generator = RolloutGenerator(given.settings())
+    empty = {
+        name: value[:0] if isinstance(value, list) else value
+        for name, value in generator_input().items()
+    }
+    try:
+        with pytest.raises(PromptError, match="prompts: no rows; expected at least one"):
+            anyio.run(generator.generate, empty)
+    finally:
+        generator.close()
 
 
 def test_generator_refuses_what_skyrl_would_learn_from(skyrl: Any) -> None:

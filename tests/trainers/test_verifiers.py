@@ -13,6 +13,7 @@ import anyio
 import pytest
 
 from rollout import DiskWeights
+from rollout.config import SchedulingConfig
 from rollout.testing import Scenario, tool_call
 from test_prime_rl_samples import check_samples
 
@@ -165,6 +166,56 @@ def test_client_refuses_other_dialects_and_errors_of_the_gateway_are_verifiers_o
             with pytest.raises(ProviderError, match="token is wrong"):
                 await wrong.get_response(vf.chat, body, sampling)
             await wrong.close()
+
+    anyio.run(run)
+
+
+def test_calls_without_a_session_that_fail_keep_no_trajectory(vf: Any) -> None:
+    from verifiers.v1.errors import ProviderError
+
+    from rollout.integrations.verifiers import RolloutClient, RolloutClientConfig, open_door
+
+    config = SCENARIO.config(scheduling=SchedulingConfig(max_in_flight=1))
+    sampling = vf.types.SamplingConfig()
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "consult"}]}
+
+    async def run() -> None:
+        async with open_door(config) as door:
+            client = RolloutClient(RolloutClientConfig(base_url=door.url), token=door.token)
+            with anyio.fail_after(30):
+                for _ in range(2):
+                    with pytest.raises(ProviderError, match="temperature"):
+                        await client.get_response(vf.chat, body | {"temperature": -1}, sampling)
+                response = await client.get_response(vf.chat, body, sampling)
+            assert response.tokens.completion_ids
+            await client.close()
+
+    anyio.run(run)
+
+
+def test_close_ends_every_session_although_one_fails(vf: Any) -> None:
+    from verifiers.v1.errors import ProviderError
+
+    from rollout.integrations.verifiers import RolloutClient, RolloutClientConfig, open_door
+
+    body = {"messages": [{"role": "user", "content": "consult"}]}
+
+    async def run() -> None:
+        async with open_door(SCENARIO.config()) as door:
+            client = RolloutClient(RolloutClientConfig(base_url=door.url), token=door.token)
+            other = RolloutClient(RolloutClientConfig(base_url=door.url), token=door.token)
+            sampling = vf.types.SamplingConfig()
+            for name in ("one", "two", "three"):
+                await client.get_response(vf.chat, body, sampling, session_id=name)
+            other._sessions["two"] = client._sessions["two"]
+            await other.finish("two")  # the gateway does not know it any more
+            with pytest.raises(ProviderError, match="was deleted"):
+                await client.close()
+            await other.close()
+            with anyio.fail_after(30):
+                while door.runtime.statistics().running:
+                    await anyio.sleep(0.01)
+            assert client._http.is_closed
 
     anyio.run(run)
 

@@ -22,7 +22,7 @@ from rollout.integrations.trainer_row import TrainerRow, row_of
 from rollout.types import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Iterable
+    from collections.abc import Hashable, Iterable
 
     from rollout.batch import RolloutBatch
     from rollout.chat.trajectory import Segment, Trajectory
@@ -36,7 +36,7 @@ _TOO_LONG = ("prompt_length", "context_length")
 
 @attrs.frozen(kw_only=True, eq=False)
 class TrainerRows:
-    """Rows in the order of their trajectories, those of one trajectory adjacent.
+    """Rows in the order of their trajectories; of one trajectory adjacent, its main one last.
 
     Attributes:
         rows: One for each segment that the policy keeps.
@@ -114,7 +114,8 @@ class _RowMaker:
     def _kept(self, trajectory: Trajectory) -> list[int]:
         every = list(range(len(trajectory.segments)))
         if len(every) == 1 or self._policy.segments == "rows":
-            return every
+            # The main one last: SkyRL has all rows learn from the reward of the last one.
+            return sorted(every, key=trajectory.main_index.__eq__)
         if self._policy.segments == "error":
             raise _refused(trajectory, f"has {len(every)} segments", "segments")
         if self._policy.segments == "last":
@@ -159,18 +160,24 @@ def _rewarded(
     rows: Sequence[TrainerRow], policy: RowPolicy, counts: Counter[str]
 ) -> list[TrainerRow]:
     """Rows with a reward each."""
-    own: dict[Hashable, list[float]] = {}
-    for row in rows:
-        if row.is_rewarded and row.is_trainable:
-            own.setdefault(row.group, []).append(row.reward)
+    means = group_means(rows)
     return [
-        row if row.is_rewarded else _unrewarded(row, own.get(row.group, ()), policy, counts)
+        row if row.is_rewarded else _unrewarded(row, means.get(row.group, 0.0), policy, counts)
         for row in rows
     ]
 
 
+def group_means(rows: Iterable[TrainerRow]) -> dict[Hashable, float]:
+    """Of each group, the mean of its trainable rows that have a reward, where it has any."""
+    own: dict[Hashable, list[float]] = {}
+    for row in rows:
+        if row.is_rewarded and row.is_trainable:
+            own.setdefault(row.group, []).append(row.reward)
+    return {group: math.fsum(rewards) / len(rewards) for group, rewards in own.items()}
+
+
 def _unrewarded(
-    row: TrainerRow, others: Collection[float], policy: RowPolicy, counts: Counter[str]
+    row: TrainerRow, mean: float, policy: RowPolicy, counts: Counter[str]
 ) -> TrainerRow:
     if policy.unrewarded == "error":
         raise _refused(row.trajectory, "has no reward", "unrewarded")
@@ -181,7 +188,6 @@ def _unrewarded(
         return attrs.evolve(row, reward=0.0)
     if policy.unrewarded == "nan":
         return row.masked()
-    mean = math.fsum(others) / len(others) if others else 0.0
     return attrs.evolve(row.masked(), reward=mean)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -133,6 +134,9 @@ class LlmCore:
         ids = list(output.token_ids)
         self._sampled += len(ids)
         scored = [each[token].logprob for token, each in zip(ids, output.logprobs, strict=True)]
+        if not all(map(math.isfinite, scored)):
+            error = "llm_engine.generate: log-probs of sampled tokens are not finite"
+            return Chunk(request_id=request_id, finish_reason="error", error=error)
         finish = _FINISH.get(output.finish_reason, "error")
         return Chunk(
             request_id=request_id,

@@ -52,10 +52,11 @@ class RolloutGenerator(GeneratorInterface):
             _refuse_experts(wants_experts)
             found = engines_at(found, server_urls, api="vllm", model=model)
         self._step_wise = step_wise
-        self._options = {
+        self._options: dict[str, Any] = {
             "step_wise": step_wise,
             "zero_reward_on_non_stop": zero_reward_on_non_stop,
             "apply_overlong_filtering": apply_overlong_filtering,
+            "unrewarded": found.policy.unrewarded,
         }
         self._prompt_of = found.prompt_of
         self._adapter = Adapter(found, policy_for(found.policy, step_wise=step_wise))

@@ -13,6 +13,7 @@ import attrs
 import numpy as np
 
 from rollout.agents import agent_names
+from rollout.errors import PromptError
 from rollout.integrations.repeated_prompts import (
     Repeated,
     grouped,
@@ -21,6 +22,7 @@ from rollout.integrations.repeated_prompts import (
 )
 from rollout.integrations.row_media import features_of, refuse_others
 from rollout.integrations.row_values import facts_of, known_experts, versions_of
+from rollout.integrations.trainer_rows import group_means
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -47,8 +49,11 @@ def prompts_of(given: Mapping[str, Any], prompt_of: PromptOf | None = None) -> R
     ``reward_spec`` is read as ``reward_model``.
 
     Raises:
-        PromptError, ConfigError: A column or a sampling setting is none of what it may be.
+        PromptError, ConfigError: There are no prompts, or a column or a sampling setting is none
+            of what it may be.
     """
+    if not given["prompts"]:  # of which SkyRL's figures would have no minimum
+        raise PromptError("prompts: no rows; expected at least one")
     sampling = sampling_of_trainer(given.get("sampling_params") or {}, "sampling_params")
     identities = given.get("trajectory_ids")
     keys: Sequence[Hashable] = (
@@ -75,6 +80,7 @@ def generator_output(
     step_wise: bool = False,
     zero_reward_on_non_stop: bool = False,
     apply_overlong_filtering: bool = False,
+    unrewarded: str = "group_mean",
     processor: MediaProcessor | None = None,
 ) -> dict[str, Any]:
     """The keys of a `GeneratorOutput`, one entry a row.
@@ -86,6 +92,7 @@ def generator_output(
         metrics: Becomes `rollout_metrics`, below ``rollout/``.
         step_wise: Whether a trajectory may have several rows.
         zero_reward_on_non_stop, apply_overlong_filtering: As SkyRL's settings of these names.
+        unrewarded: As `RowPolicy.unrewarded`.
         processor: The model's, for `pixel_values` and `image_grid_thw` of rows with images.
 
     Raises:
@@ -95,14 +102,17 @@ def generator_output(
     has_images = any(features)
     experts = [known_experts(row) for row in rows]
     is_cut = [row.stop_reason != "stop" for row in rows]
-    rewards = [row.reward for row in rows]
     masks = [row.mask.astype(int).tolist() for row in rows]
     if zero_reward_on_non_stop:
-        # What stands for an unknown reward stays: a 0 would shift the mean of its group.
-        rewards = [
-            0.0 if cut and row.is_rewarded else row.reward
+        rows = [
+            attrs.evolve(row, reward=0.0) if cut and row.is_rewarded else row
             for row, cut in zip(rows, is_cut, strict=True)
         ]
+    rewards = [row.reward for row in rows]
+    if unrewarded == "group_mean":
+        # Again, of the rewards that SkyRL looks at: those of last rows, some of which are 0 now.
+        means = group_means(row for row in rows if row.is_last)
+        rewards = [row.reward if row.is_rewarded else means.get(row.group, 0.0) for row in rows]
     if apply_overlong_filtering:
         masks = [[0] * len(m) if cut else m for m, cut in zip(masks, is_cut, strict=True)]
     return {

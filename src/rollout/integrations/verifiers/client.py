@@ -6,6 +6,7 @@ Written for verifiers 0.4.0.
 from __future__ import annotations
 
 import secrets
+from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
@@ -14,11 +15,12 @@ from verifiers.v1.clients import Client, EvalClient, TrainClientConfig
 from verifiers.v1.clients.base import build_async_httpx
 from verifiers.v1.configs.client import resolve_api_key
 from verifiers.v1.dialects import ChatDialect
-from verifiers.v1.errors import model_error
+from verifiers.v1.errors import ProviderError, model_error
 from verifiers.v1.interception import server as interception
 from verifiers.v1.types import Response, TurnTokens
 
 from rollout.integrations.verifiers.door import TOKEN_VARIABLE
+from rollout.limits import cleanup_scope
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from verifiers.v1.graph import PendingTurn
     from verifiers.v1.types import SamplingConfig
 
+#: How long the gateway may take to drop a trajectory.
+FORGET_S = 5.0
 #: Of a request, since answers are told whole.
 _STREAMING = ("stream", "stream_options")
 
@@ -101,8 +105,13 @@ class RolloutClient(Client):
         trajectory = self._sessions.get(name) or await self._open(name, body)
         asked = {key: value for key, value in body.items() if key not in _STREAMING}
         asked |= {"model": trajectory.model, "return_token_ids": True, "logprobs": True}
-        response = await trajectory.get_response(dialect, asked, sampling, None, turn, headers)
-        response.tokens = tokens_of(response.raw or {})
+        try:
+            response = await trajectory.get_response(dialect, asked, sampling, None, turn, headers)
+            response.tokens = tokens_of(response.raw or {})
+        except BaseException:
+            if session_id is None:  # nobody else can end it
+                await self._forget(self._sessions.pop(name, trajectory))
+            raise
         if session_id is None:
             await self.finish(name)
         return response
@@ -116,18 +125,18 @@ class RolloutClient(Client):
         """
         trajectory = self._sessions.pop(session_id)
         path = f"/trajectories/{trajectory.id}"
-        await self._call("POST", f"{path}/finish", {"reward": reward})
-        rows = await self._call("GET", f"{path}/rows")
-        await self._call("DELETE", path)
-        return rows
+        try:
+            await self._call("POST", f"{path}/finish", {"reward": reward})
+            return await self._call("GET", f"{path}/rows")
+        finally:
+            await self._forget(trajectory)
 
     async def close(self) -> None:
-        """End every trajectory, and the connections."""
-        try:
-            for name in list(self._sessions):
-                await self.finish(name)
-        finally:
-            await self._http.aclose()
+        """End every trajectory, whatever becomes of the others, and the connections."""
+        async with AsyncExitStack() as ends:
+            ends.push_async_callback(self._http.aclose)
+            for name in self._sessions:
+                ends.push_async_callback(self.finish, name)
 
     async def _open(self, name: str, body: Mapping[str, Any]) -> _Trajectory:
         """A trajectory for a session; calls that come at once share it."""
@@ -136,8 +145,13 @@ class RolloutClient(Client):
         opened = _Trajectory(self._http, address)
         kept = self._sessions.setdefault(name, opened)
         if kept is not opened:
-            await self._call("DELETE", f"/trajectories/{opened.id}")
+            await self._forget(opened)
         return kept
+
+    async def _forget(self, trajectory: _Trajectory) -> None:
+        """Have the gateway drop a trajectory, cancelled or not, so that it keeps no place."""
+        with cleanup_scope(FORGET_S), suppress(ProviderError):
+            await self._call("DELETE", f"/trajectories/{trajectory.id}")
 
     async def _call(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
         try:
