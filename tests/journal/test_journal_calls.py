@@ -20,6 +20,7 @@ from rollout import (
     Group,
     GroupPolicy,
     JournalError,
+    LimitExceeded,
     Outcome,
     Prompt,
     RolloutConfig,
@@ -442,3 +443,55 @@ def test_wait_of_a_call_that_ends_before_its_record_is_written_says_so(tmp_path:
         return str(error)
 
     assert run_virtual(act).endswith("journal: its call ended before a trajectory was written")
+
+
+def test_stream_that_was_opened_twice_in_its_step_is_resumed_by_one_without_a_gap(
+    tmp_path: Path,
+) -> None:
+    scenario = Scenario(seed=1).reply("", "at once", filler=20).timing(base_s=0.01, slope_s=0.0)
+    own = config(tmp_path / "j", scenario=scenario, max_in_flight=4)
+
+    async def act(*counts: int) -> list[str]:
+        source, given = loader(), []
+        async with rollout.open_rollout(own, resume=True) as runtime:
+            for count in counts:
+                async with runtime.stream_groups(source, step=0) as groups:
+                    given.extend([(await anext(groups)).uid for _ in range(count)])
+        return given
+
+    first = run_virtual(act, 2, 4)
+    for counts in ([12], [3, 9], [13]):
+        again = run_virtual(act, *counts)
+        assert again[:2] == first[:2]
+        assert sorted(again) == sorted(f"p{at}" for at in range(sum(counts)))
+
+
+def test_collect_that_its_time_cut_short_and_that_is_whole_when_resumed_repeats_nothing(
+    tmp_path: Path,
+) -> None:
+    """It takes two groups of the call that followed it; the others come once calls want more."""
+    scenario = Scenario(seed=1).reply("", "at once", filler=20).timing(base_s=0.01, slope_s=0.0)
+    own = config(tmp_path / "j", scenario=scenario, max_in_flight=4)
+    own = attrs.evolve(own, limits=LimitsConfig(batch_s=2.0))
+
+    async def prompts(stall_s: float) -> Any:
+        for at, prompt in enumerate(loader()):
+            await anyio.sleep(stall_s if at == 2 else 0.0)
+            yield prompt
+
+    async def act(steps: int, stall_s: float) -> list[list[str]]:
+        source, given = prompts(stall_s), []
+        async with rollout.open_rollout(own, resume=True) as runtime:
+            for step in range(steps):
+                try:
+                    given.append(uids(await runtime.collect(source, 4, step=step)))
+                except LimitExceeded:
+                    given.append(uids(await runtime.collect(source, 4, step=step)))
+        return given
+
+    assert run_virtual(act, 3, 3.0)[0] == ["p2", "p3", "p4", "p5"]
+    for _ in range(2):
+        given = run_virtual(act, 5, 0.0)
+        assert given[0] == ["p0", "p1", "p2", "p3"]
+        assert given[3] == ["p4", "p5", "p14", "p15"]
+        assert sorted(uid for each in given for uid in each) == sorted(f"p{at}" for at in range(20))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import anyio
 import attrs
 import pytest
 from test_journal_groups import CARRY, config_of, loader
@@ -164,3 +165,30 @@ def test_group_that_its_caller_had_is_given_again_however_old_it_is(tmp_path: Pa
     assert again.restarted == 2  # p0 and p3, which nobody had
     assert again.ages[:2] == [7, 7]
     assert max(again.ages[2:]) <= 1
+
+
+@pytest.mark.parametrize("learned", [0, 8])
+def test_groups_that_the_journal_gives_again_leave_the_stream_its_budget(
+    tmp_path: Path, learned: int
+) -> None:
+    """The consumer skips those of its checkpoint, or learns from them again, at later versions."""
+
+    async def act(version: int, count: int, skipped: int) -> list[int]:
+        ages = []
+        async with rollout.open_rollout(config_of(tmp_path / "j"), [add], resume=True) as runtime:
+            await runtime.update_weights(version=version, source=DiskWeights("."))
+            async with runtime.stream_groups(
+                loader(1), step=0, max_staleness=1, groups_per_step=2
+            ) as groups:
+                for taken in range(1, count + 1):
+                    with anyio.fail_after(600):
+                        group = await anext(groups)
+                    assert group.min_version is not None
+                    ages.append(version - group.min_version)
+                    if taken > skipped and taken % 2 == 0:
+                        version += 1
+                        await runtime.update_weights(version=version, source=DiskWeights("."))
+        return ages
+
+    run_virtual(act, 1, 8, 0)
+    assert max(run_virtual(act, 5, 14, learned)[8:]) <= 1

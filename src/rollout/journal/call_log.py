@@ -73,10 +73,13 @@ class CallLog(RunLog):
     def note_pull(self, number: int, prompt: Prompt, call: SourceCallKey, where: str) -> bool:
         """See `RunLog`."""
         fields = pack_prompt(prompt, where, self._journal.values, ("extra",))
-        repeats, content = self._index.repeats, (call.step, hash_prompt(fields))
-        if repeats[content]:
-            repeats[content] -= 1
-            self._pull_counts[call] -= 1
+        repeats = self._index.repeats.get(hash_prompt(fields), [])
+        found = [each for each in repeats if self._may_have(call, each.pulled_in.step)]
+        if found:
+            repeats.remove(pull := max(found, key=lambda each: each.pulled_in.step))
+            is_own = self._pull_counts[call] > 0 and pull.pulled_in.step == call.step
+            self._pull_counts[call if is_own else pull.pulled_in] -= 1
+            pull.pulled_in = min(pull.pulled_in, call)  # a later call's is this one's now
             return False
         self._journal.put_media(find_media(prompt))
         self._file.put(kinds.PullRecord(number, call, fields))
@@ -92,6 +95,21 @@ class CallLog(RunLog):
         groups = list(map(self._read_group, (*delivered, *left)))
         missing = self._index.missing.pop(key, None)
         return RecordedCall(key, groups, self._pull_counts[key], missing)
+
+    def take_more(self, call: SourceCallKey) -> MemberGroup | None:
+        """See `RunLog`."""
+        others = [self._delivered[key] for key in self._delivered if self._may_have(call, key.step)]
+        for pulls in (*others, self._left):
+            for pull in pulls:
+                if pull.pulled_in <= call:
+                    pulls.remove(pull)
+                    self._index.missing.pop(pull.delivered_in, None)  # it has less now
+                    return self._read_group(pull)
+        return None
+
+    def _may_have(self, call: SourceCallKey, step: int) -> bool:
+        """Whether a call may have what calls of this step had that are not made again."""
+        return step == call.step or (step < call.step and step in self._next_numbers)
 
     def return_call(self, key: SourceCallKey) -> None:
         """See `RunLog`."""
@@ -219,7 +237,11 @@ class CallLog(RunLog):
         self, members: Sequence[Member], call: SourceCallKey | None = None, missing: int = 0
     ) -> int:
         """See `RunLog`."""
-        keys = [member.log.key for member in members if not member.was_taken]
+        keys = [
+            each.log.key
+            for each in members
+            if not each.was_taken or (each.group.before and each.group.before.delivered_in != call)
+        ]
         if not (keys or missing):
             return 0
         return self._file.put(kinds.DeliveredRecord(keys, call, missing))

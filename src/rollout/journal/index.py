@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -69,10 +68,10 @@ class RecordedPull:
 
     Attributes:
         number: Its number among all prompts that the run pulled.
-        pulled_in: The call that pulled it.
+        pulled_in: The call that pulled it last.
         span: Of its `PullRecord`.
         group: As which its members began last; None where they did not.
-        delivered_in: The call that delivered its group; None: none did.
+        delivered_in: The last call that delivered its group; None: none did.
         is_dropped: Whether nobody will get its group.
     """
 
@@ -92,7 +91,7 @@ class JournalIndex:
         version: The weights that the engines had last.
         prompts: The records that have the fields of prompts.
         pulls: By number.
-        repeats: How often prompts of a content, by `hash_prompt`, were pulled in a step.
+        repeats: By `hash_prompt`: what was pulled, and is not pulled again yet.
         groups: The pulls of groups that have begun; those that were delivered in that order.
         trajectories: In the order of their first records.
         missing: How many groups fewer a `collect` returned without an error.
@@ -107,10 +106,10 @@ class JournalIndex:
         self.version: int | None = None
         self.prompts: dict[GroupKey, Span] = {}
         self.pulls: dict[int, RecordedPull] = {}
-        self.repeats: Counter[tuple[int, bytes]] = Counter()
+        self.repeats: dict[bytes, list[RecordedPull]] = {}
         self.groups: dict[GroupKey, RecordedPull] = {}
         self.trajectories: dict[Key, RecordedTrajectory] = {}
-        self.missing: dict[SourceCallKey, int] = {}
+        self.missing: dict[SourceCallKey | None, int] = {}
         self.media: dict[str, Span] = {}
         self.contents = KnownContents(self.get, str(path))
         self.size = self.torn_size = 0
@@ -125,8 +124,9 @@ class JournalIndex:
             case kinds.PromptRecord():
                 self.prompts[record.group] = span
             case kinds.PullRecord():
-                self.pulls[record.number] = RecordedPull(record.number, record.pulled_in, span)
-                self.repeats[record.pulled_in.step, hash_prompt(record.fields)] += 1
+                pull = RecordedPull(record.number, record.pulled_in, span)
+                self.pulls[record.number] = pull
+                self.repeats.setdefault(hash_prompt(record.fields), []).append(pull)
             case kinds.GroupRecord():
                 pull = self.pulls[record.number]
                 pull.group = record.group
@@ -150,7 +150,7 @@ class JournalIndex:
         for key in record.keys:
             self._get(key).is_delivered = True
             pull = self.groups.get(key.group)
-            if call is not None and pull is not None and pull.delivered_in is None:
+            if call is not None and pull is not None:
                 pull.delivered_in = call
                 self.groups[key.group] = self.groups.pop(key.group)  # now the last
         if call is not None and record.missing:

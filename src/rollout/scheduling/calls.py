@@ -68,6 +68,8 @@ class Call(ABC):
     is_list: ClassVar[bool]
     #: The `PromptSource` that groups come from, if there is one.
     source: Any = None
+    #: What identifies a `SourceCall` in the journal.
+    key: Any = None
 
     def __init__(
         self,

@@ -98,6 +98,7 @@ class Groups:
         open: Those that are under way, in the order in which they were adopted.
         counts: Groups by what became of them.
         consumed: Groups that the consumer has taken.
+        redelivered: Of these, those that a caller of an earlier process had.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class Groups:
         self.staleness, self._version = staleness, version
         self.open: dict[MemberGroup, None] = {}
         self.counts: Counter[str] = Counter()
-        self.consumed = 0
+        self.consumed = self.redelivered = 0
         self._ready: deque[MemberGroup] = deque()
         self._with_waiting: deque[MemberGroup] = deque()
         self._refused_in_a_row = 0
@@ -133,7 +134,8 @@ class Groups:
             dropped = self.counts["dropped"]
             return self.consumed + under_way + dropped < self._most_at_once
         if self.staleness is not None:
-            return self.consumed + under_way < self.staleness.count_allowed(self._version())
+            new, bound = self.consumed - self.redelivered, self._find_bound(self.staleness)
+            return new + under_way < bound.count_allowed(self._version())
         return len(self._ready) < GROUP_BUFFER
 
     @property
@@ -295,13 +297,15 @@ class Groups:
             return None
         bound, group = self.staleness, self._ready[0]
         if bound is not None:
+            bound = self._find_bound(bound)
             dues = self._find_dues(bound)
             group = min(self._ready, key=dues.__getitem__)
             earlier = [due for due in dues.values() if due < dues[group]]
-            if not bound.are_in_time(earlier, self.consumed + 1):
+            if not bound.are_in_time(earlier, self.consumed - self.redelivered + 1):
                 return None
         self._ready.remove(group)
         self.consumed += 1
+        self.redelivered += group.was_delivered
         age = self._version() - _get_version(group)
         if bound is not None and age > bound.most:
             self.counts["late"] += 1
@@ -312,6 +316,7 @@ class Groups:
     def take_back(self, groups: Sequence[MemberGroup]) -> None:
         """Make groups ready again that the consumer did not get."""
         self.consumed -= len(groups)
+        self.redelivered -= sum(group.was_delivered for group in groups)
         self._ready.extendleft(reversed(groups))
 
     def take_leftovers(self, *, may_carry: bool = True) -> Leftovers:
@@ -357,8 +362,18 @@ class Groups:
 
     def _is_takeable(self, group: MemberGroup, bound: Staleness) -> bool:
         """Whether a group, and all that are under way, can be taken before they are too old."""
+        new, bound = self.consumed - self.redelivered, self._find_bound(bound)
         due, others = _get_version(group) + bound.most, self._find_dues(bound).values()
-        return due >= self._version() and bound.are_in_time([due, *others], self.consumed)
+        return due >= self._version() and bound.are_in_time([due, *others], new)
+
+    def _find_bound(self, bound: Staleness) -> Staleness:
+        """The bound, from the version at which the consumer takes the first group new to it.
+
+        It may take others, which the journal gives back, at one version, or at many.
+        """
+        if 0 < self.redelivered == self.consumed:
+            self.staleness = bound = attrs.evolve(bound, start=self._version())
+        return bound
 
     def _find_dues(self, bound: Staleness) -> dict[MemberGroup, int]:
         """The last version to take each group at; now, where an earlier process delivered it."""

@@ -56,6 +56,13 @@ class RunLog:
         """Number a call of groups of this step, and return what there is for it; once."""
         return RecordedCall(SourceCallKey(step))
 
+    def take_more(self, call: SourceCallKey) -> MemberGroup | None:
+        """Return a group for a call that wants more than there was for it; None: ask its source.
+
+        One that was pulled up to this call, and that a call had that is not made again up to now.
+        """
+        return None
+
     def return_call(self, key: SourceCallKey) -> None:
         """Give the number of a call, of which nobody got anything, to the next one."""
 

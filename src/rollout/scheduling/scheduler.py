@@ -215,10 +215,13 @@ class Scheduler:
         process is accepted first: another group must not come between.
         """
         others = {each.source for each in self.calls} - {call.source, None}
+        keys = {each.key for each in self.calls}
         must_wait = call.is_replayed or any(group.was_delivered for group in call.groups.open)
         for at, group in enumerate(self.leftovers):
             if group.before is not None and group.was_delivered:
-                may_take = group.before.delivered_in == call.key
+                of = group.before.delivered_in  # which may have ended without it in this process
+                is_free = call.wants_more and not must_wait and of not in keys
+                may_take = of == call.key or is_free
             else:
                 is_named = group.is_begun or group.waiting or group.before is not None
                 is_taken = is_named and group.uid in call.taken_names

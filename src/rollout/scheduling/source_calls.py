@@ -51,6 +51,7 @@ class SourceCall(Call):
     Attributes:
         key: Identifies it in the journal.
         taken_names: Uids of groups that it has adopted.
+        wants_more: Whether its consumer wants more than an earlier process delivered in it.
         is_replayed: It returned in an earlier process: what it delivered then is all it has.
 
     Raises:
@@ -108,7 +109,7 @@ class SourceCall(Call):
         self._before = before = scheduler.log.take_call(step)
         self.key = before.key
         self._delivered = sum(group.was_delivered for group in before.groups)
-        self._wants_more = not self._delivered
+        self.wants_more = not self._delivered
         has_all = wanted is not None and self._delivered >= wanted
         self.is_replayed = has_all or before.missing is not None
 
@@ -152,8 +153,7 @@ class SourceCall(Call):
         """Adopt a group that was pulled before; where there is none, ask the source."""
         found = self.scheduler.pop_group(self) if self.groups.wants_group else None
         if found is None:
-            self._ask_source()
-            return False
+            return self._ask_source()
         group = self.groups.refresh(found)
         if group is not found:  # its prompt begins again
             cancel_members([each for each in found.waiting if each.is_carried], STALE)
@@ -179,19 +179,28 @@ class SourceCall(Call):
             self.scheduler.log.enrol(group)
         self.taken_names.add(group.uid)
 
-    def _ask_source(self) -> None:
-        """Ask for a prompt while a slot is free; fail with what was raised, or note the end."""
+    def _ask_source(self) -> bool:
+        """Ask for a prompt while a slot is free; fail with what was raised, or note the end.
+
+        True where that was not needed: a later call of an earlier process had one, which is kept.
+        """
         source = self.source
         if source.failure is not None and not self.groups.has_all:  # else the next call fails
             error, source.failure = source.failure, None
             self._fail(error)
-        if not self.groups.wants_group or source.is_pulling:
-            return
-        if source.is_over or (self.is_replayed and not self.groups.open):
+        has_given = any(group.was_delivered for group in self.groups.open)  # it may need no more
+        if not self.groups.wants_group or source.is_pulling or has_given:
+            return False
+        is_new = self.wants_more and not self.is_replayed
+        more = self.scheduler.log.take_more(self.key) if is_new else None
+        if more is not None:
+            self.scheduler.keep([more])
+        elif source.is_over or (self.is_replayed and not self.groups.open):
             self.groups.stop()
             self.scheduler.change()
-        elif self.scheduler.has_free_slot and self._wants_more and not self.is_replayed:
+        elif self.scheduler.has_free_slot and is_new:
             source.ask(self.key)
+        return more is not None
 
     async def _settle_group(self, group: MemberGroup, wanted: Mapping[Member, Trajectory]) -> None:
         """Have `accept` judge a group; where it raises, which ends the call, the group is left."""
@@ -228,8 +237,8 @@ class SourceCall(Call):
             if self.failure is not None or self.groups.is_complete:
                 return None
             had = self.groups.consumed + self.groups.counts["refused"]
-            if not self._wants_more and had >= self._delivered:
-                self._wants_more = True
+            if not self.wants_more and had >= self._delivered:
+                self.wants_more = True
                 self.scheduler.change()
             with anyio.CancelScope(deadline=hint_at) as scope:
                 await self.scheduler.wait_change()
