@@ -103,7 +103,7 @@ class Limit:
         #: object that refers to itself lives until the next full collection.
         self._end: tuple[float, Limit | Deadline | None] | None = None
         self._scope: anyio.CancelScope | None = None
-        self._is_block: bool | None = False  # None once `cancel_all` has cancelled its block
+        self._is_block = False  # whether it governs its own block, and no other code's scope
 
     def open(self, seconds: float | None, source: str, *, since: float | None = None) -> Limit:
         """A limit within this one; with None it ends when this one does.
@@ -194,10 +194,10 @@ class Limit:
         assert scope is not None
         self.release()
         is_caught: bool | None = scope.__exit__(*error)
-        if is_caught and self._is_block is None:
-            raise AgentError("the trajectory has ended")
         if is_caught and self.is_over:
             raise self.deadline.error()
+        if is_caught and error[0] is not None:  # by `cancel_all`
+            raise AgentError("the trajectory has ended")
         return is_caught
 
     def _find_end(self) -> tuple[float, Limit | Deadline | None]:
@@ -258,7 +258,6 @@ class Clock(Limit):
         """Cancel the blocks of all limits: their tasks were left behind by an agent that ended."""
         for limit in self.governed:
             if limit._is_block and limit._scope is not None:  # not tools: none is to blame
-                limit._is_block = None
                 limit._scope.cancel()
 
     def carry(self) -> None:

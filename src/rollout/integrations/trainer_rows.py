@@ -115,7 +115,7 @@ class _RowMaker:
         every = list(range(len(trajectory.segments)))
         if len(every) == 1 or self._policy.segments == "rows":
             # The main one last: SkyRL has all rows learn from the reward of the last one.
-            return sorted(every, key=trajectory.main_index.__eq__)
+            return sorted(every, key=lambda at: at == trajectory.main_index)
         if self._policy.segments == "error":
             raise _refused(trajectory, f"has {len(every)} segments", "segments")
         if self._policy.segments == "last":
