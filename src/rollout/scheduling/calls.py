@@ -289,7 +289,7 @@ class Call(ABC):
         member.batch = self.number
         self.groups.begin(member)
         self._tally.admitted += not (self.is_list or member.is_carried)
-        self.scheduler.run_member(member)
+        self.scheduler.start_member(member)
 
     async def _end_waiting(self, member: Member) -> None:
         """End a member that was cancelled, or met a deadline, before it had a slot."""

@@ -46,7 +46,7 @@ class Scheduler:
         log: The journal.
         calls: Each `Call` that is open; its module imports this one.
         live: Members that have a task.
-        leftovers: Groups that were pulled and that no call has. First those that the journal gives
+        unclaimed: Groups that were pulled and that no call has. First those that the journal gives
             back to the call that delivered them, in that order; then the others, as they were
             pulled. The next call takes them first, whatever its source is.
     """
@@ -66,7 +66,7 @@ class Scheduler:
         self.run_seed, self.start, self.log = run_seed, start, log
         self.calls: dict[Any, None] = {}
         self.live: dict[Member, None] = {}
-        self.leftovers: list[MemberGroup] = []
+        self.unclaimed: list[MemberGroup] = []
         self._runner, self._limiter, self._is_closing = runner, admission.limiter, False
         self._changed = anyio.Event()
         admission.on_change = self.change
@@ -131,7 +131,7 @@ class Scheduler:
 
     # Tasks.
 
-    def run_member(self, member: Member) -> None:
+    def start_member(self, member: Member) -> None:
         """Start a member, which has a slot, or let a carried one continue; its time begins now."""
         of_group = member.group.deadline
         if of_group is not None:
@@ -204,8 +204,8 @@ class Scheduler:
         """Keep groups for the next call."""
         for group in groups:
             group.call = None
-            self.leftovers.append(group)
-        self.leftovers.sort(key=lambda each: -1 if each.was_delivered else each.number)
+            self.unclaimed.append(group)
+        self.unclaimed.sort(key=lambda each: -1 if each.was_delivered else each.number)
 
     def pop_group(self, call: Any) -> MemberGroup | None:
         """Take the first leftover that a `SourceCall` may have.
@@ -217,7 +217,7 @@ class Scheduler:
         others = {each.source for each in self.calls} - {call.source, None}
         keys = {each.key for each in self.calls}
         must_wait = call.is_replayed or any(group.was_delivered for group in call.groups.open)
-        for at, group in enumerate(self.leftovers):
+        for at, group in enumerate(self.unclaimed):
             if group.before is not None and group.was_delivered:
                 of = group.before.delivered_in  # which may have ended without it in this process
                 is_free = call.wants_more and not must_wait and of not in keys
@@ -227,7 +227,7 @@ class Scheduler:
                 is_taken = is_named and group.uid in call.taken_names
                 may_take = not (must_wait or is_taken or group.source in others)
             if may_take:
-                return self.leftovers.pop(at)
+                return self.unclaimed.pop(at)
         return None
 
     # Sources.
@@ -259,7 +259,7 @@ class Scheduler:
         if self.log.note_pull(number, prompt, source.asked_by, where):
             self._pull_count += 1
             group = MemberGroup(number, name_prompt(prompt, f"prompt-{number}"), source=source)
-            self.leftovers.append(group)
+            self.unclaimed.append(group)
 
     # Carried members.
 
@@ -295,9 +295,9 @@ class Scheduler:
 
     async def discard_carried(self, reason: str = DISCARDED) -> int:
         """End every carried member, and drop its group; how many there were."""
-        groups = [group for group in self.leftovers if group.is_carried]
+        groups = [group for group in self.unclaimed if group.is_carried]
         for group in groups:
-            self.leftovers.remove(group)
+            self.unclaimed.remove(group)
             if reason == DISCARDED:
                 self.log.note_dropped(group)
         carried = [member for group in groups for member in group.waiting if member.is_carried]

@@ -349,7 +349,7 @@ class RequestRunner:
             self.counts.resumed += 1
 
     def pause_deadlines(self, *, running: bool) -> None:
-        """Time counts for `batch_s` only until `resume_deadlines`, or until a request is sent.
+        """Pause the clocks of trajectories until `resume_deadlines`, or until a request is sent.
 
         Args:
             running: For those in flight too, and not only for those that wait for a place.
