@@ -47,14 +47,9 @@ async def timed(call: Callable[[], Awaitable[Any]]) -> tuple[Any, float]:
     return await call(), anyio.current_time() - began
 
 
-@pytest.mark.parametrize("reward_s", [300.0, None])
-async def test_collect_cancelled_while_a_group_is_judged_returns_at_once(
-    reward_s: float | None,
-) -> None:
+async def test_collect_cancelled_while_a_group_is_judged_returns_at_once() -> None:
     source, judge = Counted(), Judge(seconds=1e6)
-    async with rollout.open_rollout(
-        config(LimitsConfig(reward_s=reward_s)), group_reward=judge
-    ) as runtime:
+    async with rollout.open_rollout(config(), group_reward=judge) as runtime:
         began = anyio.current_time()
         with anyio.move_on_after(20.0) as scope:
             await runtime.collect(source, 2)
@@ -116,31 +111,25 @@ async def test_collect_closed_while_a_group_is_judged_closes_at_once() -> None:
         assert anyio.current_time() - began < 1.0
 
 
-@pytest.mark.parametrize(("uid", "count"), [(None, 4), ("p0", 2)])
-async def test_collect_runtime_cancel_ends_members_whose_group_is_judged(
-    uid: str | None, count: int
-) -> None:
-    recorder, ends = Recorder(), []
+async def test_collect_runtime_cancel_ends_members_whose_group_is_judged() -> None:
+    recorder = Recorder()
     async with recorder.open_rollout(config(), group_reward=Judge()) as runtime:
-        began = anyio.current_time()
 
         async def cancel() -> None:
             await anyio.sleep(20.0)
-            assert runtime.cancel(uid, reason="enough") == count
-            assert runtime.cancel(uid, reason="again") == 0
+            assert runtime.cancel("p0", reason="enough") == 2
+            assert runtime.cancel("p0", reason="again") == 0
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(cancel)
-            batch = await runtime.collect(prompts(2), 2)
-        ends.append(anyio.current_time() - began)
-        outcomes = runtime.statistics().outcomes
+            batch, seconds = await timed(lambda: runtime.collect(prompts(2), 2))
     assert recorder.anomalies() == []
-    assert outcomes == {"cancelled": 4} if uid is None else {"cancelled": 2, "completed": 2}
-    assert ends[0] == pytest.approx(20.0) if uid is None else ends[0] > JUDGE_S
-    cancelled = [t for t in batch.trajectories if uid in (None, t.uid)]
-    assert {(t.outcome, t.reason, t.reward) for t in cancelled} == {
-        (Outcome.CANCELLED, "enough", None)
-    }
+    assert seconds > JUDGE_S
+    assert [(t.uid, t.outcome, t.reason, t.reward) for t in batch.trajectories] == [
+        *[("p0", Outcome.CANCELLED, "enough", None)] * 2,
+        ("p1", Outcome.COMPLETED, "", 0.0),
+        ("p1", Outcome.COMPLETED, "", 1.0),
+    ]
 
 
 @pytest.mark.parametrize("surplus", ["cancel", "carry"])

@@ -16,8 +16,6 @@ from race_situations import add, user
 from rollout import Group, Outcome, Prompt, Reward, Trajectory
 from rollout.batch import RolloutBatch
 from rollout.config import LengthsConfig, LimitsConfig, RewardsConfig, SchedulingConfig
-from rollout.observe.events import TrajectoryEnded
-from rollout.runtime.blocking import open_rollout_blocking
 from rollout.testing import Scenario
 
 pytestmark = pytest.mark.anyio
@@ -53,7 +51,6 @@ async def run(
     scenario: Scenario = SPOKEN,
     reward: Any = None,
     during: Callable[[Any], Awaitable[None]] | None = None,
-    samples: int = MEMBERS,
     max_in_flight: int = 1024,
     retries: int = 0,
     **limits: float,
@@ -64,7 +61,7 @@ async def run(
         limits=LimitsConfig(**limits),
         rewards=RewardsConfig(retries=retries),
         scheduling=SchedulingConfig(
-            samples_per_prompt=samples, max_in_flight=max_in_flight, max_failures=None
+            samples_per_prompt=MEMBERS, max_in_flight=max_in_flight, max_failures=None
         ),
     )
     given = [user(f"p{at}") for at in range(prompts)] if isinstance(prompts, int) else prompts
@@ -90,8 +87,7 @@ async def test_group_reward_gives_each_member_its_own(function: Any) -> None:
     assert not batch.tensors["rewards"].isnan().any()
 
 
-@pytest.mark.parametrize("samples", [1, MEMBERS])
-async def test_group_reward_sees_the_group_in_member_order_with_its_versions(samples: int) -> None:
+async def test_group_reward_sees_the_group_in_member_order_with_its_versions() -> None:
     seen: dict[str, Group] = {}
 
     async def function(group: Group) -> list[float]:
@@ -99,14 +95,14 @@ async def test_group_reward_sees_the_group_in_member_order_with_its_versions(sam
         return [0.0] * len(group.trajectories)
 
     scenario = Scenario(seed=3, weight_version=7)
-    batch = await run(function, 2, scenario=scenario, samples=samples)
+    batch = await run(function, 2, scenario=scenario)
     assert sorted(seen) == ["prompt-0", "prompt-1"]
     for at, group in enumerate(seen[uid] for uid in sorted(seen)):
         assert isinstance(group, rollout.Group)
-        members = batch.trajectories[at * samples : (at + 1) * samples]
+        members = batch.trajectories[at * MEMBERS : (at + 1) * MEMBERS]
         assert {each.uid for each in members} == {group.uid, group.prompt.uid}
         assert all(group.prompt is each.prompt for each in members)
-        assert [each.member for each in group.trajectories] == list(range(samples))
+        assert [each.member for each in group.trajectories] == list(range(MEMBERS))
         assert (group.min_version, group.max_version) == (7, 7)
         assert [each.transcript for each in group.trajectories] == [t.transcript for t in members]
 
@@ -166,9 +162,7 @@ def raising(group: Group) -> list[float]:
 
 WRONG = [
     (raising, "OSError: no judge"),
-    (lambda group: 1.0, "the group reward function returned 1.0; expected a sequence of 3 rewards"),
     (lambda group: [1.0], "the group reward function returned 1 rewards; expected 3, one for each"),
-    (lambda group: {0: 1.0}, "returned {0: 1.0}; expected a sequence of 3 rewards, one for each"),
     (
         lambda group: [1.0, "good", 0.0],
         "the group reward function, for member 1, returned 'good'; expected a number or a Reward",
@@ -347,19 +341,6 @@ async def test_group_reward_under_way_ends_once_all_its_members_are_cancelled() 
     assert {each.outcome for each in batch.trajectories} == {Outcome.CANCELLED}
 
 
-async def test_group_reward_of_more_members_than_places_whose_last_never_started_is_given() -> None:
-    async def function(group: Group) -> list[float | None]:
-        await anyio.sleep(30)
-        return [0.0 if each.trainable else None for each in group.trajectories]
-
-    async def cancel(runtime: Any) -> None:
-        await anyio.lowlevel.checkpoint()
-        runtime.cancel("prompt-0", MEMBERS - 1, reason="surplus")
-
-    batch = await run(function, 1, max_in_flight=1, during=cancel)
-    assert [each.reward for each in batch.trajectories] == [0.0, 0.0, None]
-
-
 async def test_group_reward_cancelled_by_the_caller_leaves_the_runtime_usable() -> None:
     async def function(group: Group) -> list[float]:
         if group.uid == "slow":
@@ -390,48 +371,7 @@ async def test_group_reward_is_not_asked_about_a_group_without_trainable_members
     assert {each.outcome for each in batch.trajectories[:MEMBERS]} == {Outcome.REJECTED}
 
 
-@pytest.mark.parametrize(
-    ("function", "said"),
-    [
-        (
-            "judge",
-            "group_reward = 'judge': cannot be called; a function's name is written",
-        ),
-        (nothing, "group_reward = nothing (test_group_rewards, line "),
-        (
-            Group,
-            "group_reward = <class 'rollout.chat.trajectory.Group'>: a class, not one of its obj",
-        ),
-        ("no.such:name", "group_reward = 'no.such:name': ModuleNotFoundError"),
-    ],
-)
-async def test_group_reward_that_cannot_be_called_is_refused(function: Any, said: str) -> None:
-    with pytest.raises(rollout.ConfigError) as caught:
-        async with rollout.open_rollout(SPOKEN.config(), group_reward=function):
+async def test_group_reward_that_cannot_be_called_is_refused() -> None:
+    with pytest.raises(rollout.ConfigError, match=r"^group_reward = nothing \("):
+        async with rollout.open_rollout(SPOKEN.config(), group_reward=nothing):
             pass
-    assert str(caught.value).startswith(said)
-
-
-def test_group_reward_of_a_blocking_runtime_is_given() -> None:
-    config = Scenario(seed=3).config(
-        lengths=LENGTHS, scheduling=SchedulingConfig(samples_per_prompt=MEMBERS)
-    )
-    with open_rollout_blocking(config, group_reward=by_length) as runtime:
-        batch = runtime.generate([rollout.Prompt(messages=[{"role": "user", "content": "go"}])])
-    assert not batch.tensors["rewards"].isnan().any()
-
-
-async def test_group_reward_is_in_the_events_of_the_members_of_a_batch() -> None:
-    told: list[tuple[int, float | None]] = []
-
-    def read(event: Any, _: Any) -> None:
-        if isinstance(event, TrajectoryEnded):
-            told.append((event.member, event.reward))
-
-    config = Scenario(seed=1).config(scheduling=SchedulingConfig(samples_per_prompt=2))
-    async with rollout.open_rollout(config, group_reward=lambda group: [1.0, 2.0]) as runtime:
-        runtime.services.events.attach(read)
-        await runtime.generate([user("p0")])
-        with anyio.move_on_after(0):  # those are told of whom nobody rewards
-            await runtime.generate([user("p1")])
-    assert told == [(0, 1.0), (1, 2.0), (0, None), (1, None)]

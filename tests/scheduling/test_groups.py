@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import anyio
+import attrs
 import pytest
 
 import rollout
@@ -138,42 +139,6 @@ async def test_collect_too_many_refused_is_an_error_with_what_there_is() -> None
         assert runtime.statistics().running == 0
 
 
-@pytest.mark.parametrize("where", ["source", "accept"])
-async def test_stream_does_not_end_silently_by_an_exception_of_the_users(where: str) -> None:
-    def raise_it(*_: Any) -> bool:
-        raise StopAsyncIteration
-
-    def source() -> Iterator[Prompt]:
-        yield from prompts(1)
-        if where == "source":
-            raise_it()
-
-    policy = GroupPolicy(accept=raise_it if where == "accept" else None)
-    async with rollout.open_rollout(config()) as runtime:
-        with pytest.raises(RuntimeError, match="source, or accept, raised StopAsyncIteration"):
-            async with runtime.stream_groups(source(), policy=policy) as groups:
-                async for _ in groups:
-                    pass
-
-
-async def test_groups_that_end_when_too_many_are_refused_are_judged_in_the_next_call() -> None:
-    judged = []
-
-    def refuse(group: Group) -> bool:
-        judged.append(group.uid)
-        return False
-
-    async with rollout.open_rollout(config()) as runtime:
-        source = prompts(8)
-        policy = GroupPolicy(accept=refuse, max_refused=2)
-        with pytest.raises(LimitExceeded, match="max_refused = 2: 3 groups were refused and 0 acc"):
-            await runtime.collect(source, 8, policy=policy)
-        assert len(judged) == 3
-        batch = await runtime.collect(source, 5)
-        assert {*uids(batch)} == {f"p{index}" for index in range(8)} - {*judged}
-        assert runtime.statistics().outcomes == {"completed": 16}
-
-
 def test_has_signal_wants_different_rewards_of_trainable_members() -> None:
     def group(*rewards: float | None, trainable: bool = True) -> Group:
         trajectories = [
@@ -277,8 +242,6 @@ async def test_collect_group_reward_ranks_the_wanted_members() -> None:
     [
         ({"source": 3, "groups": 1}, "source: expected an iterable or async iterable of Prompt"),
         ({"source": [], "groups": 0}, "groups = 0: expected an integer ≥ 1"),
-        ({"source": [], "groups": None}, "groups = None: expected an integer ≥ 1"),
-        ({"source": [], "groups": 10**400}, r"groups = 10+: expected an integer ≥ 1 and at most"),
         ({"source": [], "groups": 1, "policy": 3}, "policy = 3: expected a GroupPolicy"),
         (
             {"source": [], "groups": 1, "policy": GroupPolicy(members=3)},
@@ -290,13 +253,6 @@ async def test_collect_wrong_arguments_are_refused(arguments: Any, message: str)
     async with rollout.open_rollout(config()) as runtime:
         with pytest.raises(PromptError, match=message):
             await runtime.collect(**arguments)
-
-
-def test_policy_oversample_without_bound_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"oversample = 1e\+308: expected a number from 1 to 1000"
-    ):
-        GroupPolicy(oversample=1e308)
 
 
 async def test_collect_group_deadline_keeps_drops_or_refills() -> None:
@@ -312,14 +268,7 @@ async def test_collect_group_deadline_keeps_drops_or_refills() -> None:
 
 
 async def test_collect_batch_deadline_is_an_error_with_what_there_is() -> None:
-    slow = config(max_in_flight=2)
-    slow = rollout.RolloutConfig(
-        **{
-            field: getattr(slow, field)
-            for field in ("model", "engine", "placement", "lengths", "agent", "scheduling", "seed")
-        },
-        limits=LimitsConfig(batch_s=8.0),
-    )
+    slow = attrs.evolve(config(max_in_flight=2), limits=LimitsConfig(batch_s=8.0))
     async with rollout.open_rollout(slow) as runtime:
         began = anyio.current_time()
         with pytest.raises(LimitExceeded, match=r"limits.batch_s = 8 s is over") as caught:
@@ -397,12 +346,12 @@ async def test_stream_groups_staleness_is_bounded_and_no_work_is_thrown_away(
                 if taken % 3 == 0:
                     version += 1
                     await runtime.update_weights(version=version, source=DiskWeights("."))
-                if taken == 30:
+                if taken == 15:
                     break
-            assert groups.metrics()["groups/accepted"] == 30
+            assert groups.metrics()["groups/accepted"] == 15
         assert max(seen) <= staleness
         assert "max_staleness" not in caplog.text
-        assert runtime.statistics().outcomes["completed"] >= 60
+        assert runtime.statistics().outcomes["completed"] >= 30
 
 
 async def test_stream_groups_version_that_rises_too_often_is_said(
@@ -412,7 +361,7 @@ async def test_stream_groups_version_that_rises_too_often_is_said(
     async with rollout.open_rollout(config(lengths, max_in_flight=12)) as runtime:
         ages = []
         async with runtime.stream_groups(Counted(), max_staleness=1, groups_per_step=3) as groups:
-            for version in range(30):
+            for version in range(15):
                 group = await anext(groups)
                 assert group.min_version is not None
                 ages.append(version - group.min_version)
