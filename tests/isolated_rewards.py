@@ -6,7 +6,6 @@ import asyncio  # noqa: TID251  (what such rewards run on)
 import functools
 import os
 import re
-import select
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -108,20 +107,6 @@ def echo(trajectory: Trajectory) -> Reward:
     return Reward(value=1.0, extra={"echo": trajectory.extra["given"]})
 
 
-def copied(trajectory: Trajectory) -> float:
-    """What its prompt says; where that says so, a copy of the process returns something else."""
-    if trajectory.extra.get("does") == "fork":
-        if not (copy := os.fork()):
-            return -1.0
-        select.select([os.pidfd_open(copy)], [], [], 0.5)  # a copy that lives on has answered
-    return float(trajectory.extra["value"])
-
-
-def short(trajectory: Trajectory) -> Reward:
-    """Values of tokens that the trajectory does not have."""
-    return Reward(value=1.0, token_values=[1.0])
-
-
 def rank(group: Group) -> list[float | None]:
     """By length; the process ends where a prompt says so."""
     if group.prompt.extra.get("does") == "exit":
@@ -168,25 +153,3 @@ def tenfold(function: Any) -> Any:
 
 
 score_tenfold = tenfold(score)
-
-
-def renamed(trajectory: Trajectory) -> float:
-    """What the name leads to from here on is another one."""
-    return 0.25
-
-
-first_renamed = renamed
-
-
-def renamed(trajectory: Trajectory) -> float:  # type: ignore[no-redef]
-    """The other one."""
-    return 0.5
-
-
-def vanished_one(trajectory: Trajectory) -> float:
-    """Nothing has its name any more."""
-    return 0.75
-
-
-vanished = vanished_one
-del vanished_one

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import enum
-import importlib.util
 import os
+import re
 import sys
 import threading
 from dataclasses import dataclass
-from datetime import date, datetime, timedelta, timezone
+from datetime import datetime, timedelta, timezone
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, ClassVar
-from uuid import UUID
+from typing import Any
 
 import numpy as np
 import psutil
@@ -22,7 +20,7 @@ import isolated_rewards
 import rollout
 from own_processes import kill_and_wait
 from race_situations import add
-from rollout import Outcome, Prompt, Trajectory, function_tool
+from rollout import Outcome, Prompt, Trajectory
 from rollout.batch import RolloutBatch
 from rollout.chat.plain_data import NotPlainError, simplify, to_plain
 from rollout.config import (
@@ -36,20 +34,18 @@ from rollout.config import (
     ToolsConfig,
 )
 from rollout.testing import Scenario, tool_call
-from slow_cases import slow_after, slow_but
 
 pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
 SHORT = Scenario(seed=1).reply("go", "Done.")
 TOOLS = Scenario(seed=1).reply("go", tool_call("add", a=2, b=3)).then("Five.")
-HOLDING = Scenario(seed=1).reply("use", tool_call("hold")).then("Held.").reply("go", "Done.")
 REPLACED = "before it had answered; another process takes its place"
 LENGTHS = LengthsConfig(prompt=800, response=200)
 
 
-@pytest.fixture(params=slow_but(["trio", "asyncio"], "trio"))
-def anyio_backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture
+def anyio_backend() -> str:
+    return "trio"
 
 
 def children() -> list[psutil.Process]:
@@ -65,12 +61,6 @@ def children() -> list[psutil.Process]:
 def _no_process_is_left() -> Any:
     yield
     assert not children()
-
-
-@function_tool
-def hold() -> None:
-    """Have a thread for a while."""
-    threading.Event().wait(1.5)
 
 
 def waiting(trajectory: Trajectory) -> float:
@@ -108,8 +98,7 @@ async def rewarded(
     **settings: Any,
 ) -> RolloutBatch:
     config = configured(scenario=scenario, **settings)
-    tools = {id(TOOLS): [add], id(HOLDING): [hold]}.get(id(scenario), [])
-    async with rollout.open_rollout(config, tools, reward, group_reward=group_reward) as runtime:
+    async with rollout.open_rollout(config, [add], reward, group_reward=group_reward) as runtime:
         batch: RolloutBatch = await runtime.generate(prompts)
     return batch
 
@@ -119,9 +108,9 @@ def user(text: str = "go", **fields: Any) -> Prompt:
 
 
 async def test_reward_processes_among_many_those_that_fail_fail_alone() -> None:
-    does = {4: "abort", 8: "exit", 12: "leave", 16: "hang", 20: "real-time", 24: "raise"}
-    prompts = [user(extra={"does": does[at]} if at in does else {}) for at in range(30)]
-    batch = await rewarded(prompts, isolated_rewards.score, processes=2, reward_s=3.0)
+    does = {2: "abort", 4: "exit", 6: "leave", 8: "hang", 10: "raise"}
+    prompts = [user(extra={"does": does[at]} if at in does else {}) for at in range(12)]
+    batch = await rewarded(prompts, isolated_rewards.score, processes=2, reward_s=2.0)
     failed = {at: each for at, each in enumerate(batch.trajectories) if each.reward is None}
     assert sorted(failed) == sorted(does)
     assert {each.reward for each in batch.trajectories} == {None, 1.0}
@@ -129,18 +118,17 @@ async def test_reward_processes_among_many_those_that_fail_fail_alone() -> None:
     causes = {does[at]: each.cause for at, each in failed.items() if each.cause}
     assert {what: (cause.type, cause.message) for what, cause in causes.items()} == {
         "abort": ("RewardProcessError", f"its process was killed by SIGSEGV {REPLACED}"),
-        "real-time": ("RewardProcessError", f"its process was killed by signal 40 {REPLACED}"),
         "exit": ("RewardProcessError", f"its process ended with exit code 7 {REPLACED}"),
         "leave": ("SystemExit", "3"),
         "hang": (
             "LimitExceeded",
-            "limits.reward_s = 3 s is over: the reward function had not returned; its process was "
+            "limits.reward_s = 2 s is over: the reward function had not returned; its process was "
             "killed, and another one takes its place",
         ),
         "raise": ("OSError", "no judge"),
     }
     assert "isolated_rewards.py" in causes["raise"].traceback
-    late = failed.pop(16)
+    late = failed.pop(8)
     how = (late.outcome, late.reason, late.limit_source)
     assert how == (Outcome.DEADLINE, "reward", "limits.reward_s")
     for each in failed.values():
@@ -195,7 +183,6 @@ async def test_reward_process_has_the_environment_and_the_paths_of_the_driver(
         (isolated_rewards.later, 0.25),
         (isolated_rewards.compute_score, 1.0),
         ("isolated_rewards:judge", 5.0),
-        ("isolated_rewards:score_tenfold", 10.0),
     ],
 )
 async def test_reward_process_calls_async_functions_those_of_verl_and_what_a_name_names(
@@ -234,7 +221,6 @@ async def test_reward_process_that_died_is_asked_again_where_retries_say_so(
             {},
             "rewards[0].extra['lock'] is a object; expected plain data",
         ),
-        (isolated_rewards.short, {}, "token_values of shape (1,); expected one for each of the"),
         (
             isolated_rewards.score,
             {"lock": object()},
@@ -253,33 +239,19 @@ async def test_reward_process_cannot_be_handed_what_is_no_plain_data(
 @dataclass(kw_only=True)
 class Held:
     held: Any
-    limit: ClassVar[Decimal] = Decimal(1)
-
-
-def test_reward_process_is_handed_the_fields_of_a_dataclass_alone() -> None:
-    assert to_plain({"given": Held(held=2)}, "extra", simplify) == {"given": {"held": 2}}
 
 
 HOURS = timedelta(hours=2)
-KNOT: list[Any] = []
-KNOT.append(KNOT)
 
 
 @pytest.mark.parametrize(
     ("value", "said"),
     [
         (Decimal("0.5"), "extra['given'] is a decimal.Decimal; expected plain data"),
-        (UUID(int=5), "['given'] is a uuid.UUID"),
-        (date(2020, 1, 1), "['given'] is a datetime.date"),
         (datetime(2020, 1, 1), "['given'] is a datetime.datetime"),
-        (HOURS, "['given'] is a datetime.timedelta"),
-        (enum.Enum("Size", "SMALL").SMALL, ".Size; expected"),  # type: ignore[attr-defined]
         ([1, {"at": (2, {HOURS})}], "['given'][1]['at'][1][0] is a datetime.timedelta"),
         ({Decimal(1): 1}, "[Decimal('1')] has a key that is a Decimal"),
         (Held(held=HOURS), "['given']['held'] is a datetime.timedelta"),
-        (np.array([Decimal(1)], dtype=object), "['given'][0] is a decimal.Decimal"),
-        ([2**70], "['given'][0] is an int of more than 64 bits"),
-        (KNOT, "extra refers to itself, or is nested more than 100 deep"),
     ],
 )
 def test_reward_process_is_not_handed_another_value_than_was_given(value: Any, said: str) -> None:
@@ -299,85 +271,29 @@ async def test_reward_process_and_its_driver_hand_over_what_msgpack_can_hold() -
     assert one.extra["echo"] == {**given, "data": {"held": [1, "\ufffd"]}}
 
 
-@pytest.mark.parametrize("processes", [0, 1])
-async def test_reward_that_a_file_holds_is_named_by_it(tmp_path: Path, processes: int) -> None:
+async def test_reward_that_a_file_holds_is_named_by_it(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text("def score(trajectory):\n    return 0.5\n")
     reward = f"{tmp_path}/rewards.py:score"
-    (one,) = (await rewarded([user()], reward, processes=processes)).trajectories
+    (one,) = (await rewarded([user()], reward)).trajectories
     assert one.reward == 0.5
 
 
-UNIMPORTABLE = [
-    (
-        lambda trajectory: 1.0,
-        "reward: rewards.processes = 1 needs a function that its process can import: move "
-        "<lambda> to the top level of a module, or name it as 'package.module:name'",
-    ),
-    (
-        isolated_rewards.judge,
-        "reward: rewards.processes = 1 needs a function that its process can import: move "
-        "Judge to the top level of a module, or name it as 'package.module:name'",
-    ),
-    (
-        isolated_rewards.score_tenfold,
-        "reward: rewards.processes = 1 needs a function that its process finds by its name: "
-        "isolated_rewards.score leads to score (isolated_rewards, line 21)",
-    ),
-    (
-        isolated_rewards.first_renamed,
-        "reward: rewards.processes = 1 needs a function that its process finds by its name: "
-        "isolated_rewards.renamed leads to renamed (isolated_rewards, line 181)",
-    ),
-    (
-        isolated_rewards.vanished,
-        "reward: rewards.processes = 1 needs a function that its process finds by its name: "
-        "isolated_rewards.vanished_one leads to None; set",
-    ),
-    (
-        "isolated_rewards:nothing",
-        "reward = 'isolated_rewards:nothing': isolated_rewards has no 'nothing'",
-    ),
-    ("no.such:name", "reward = 'no.such:name': ModuleNotFoundError: No module named 'no"),
-    ("a b:c", "reward = 'a b:c': ModuleNotFoundError: No module named 'a b'"),
-]
-
-
-@pytest.mark.parametrize(("reward", "said"), slow_after(3, UNIMPORTABLE))
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        (lambda trajectory: 1.0, "needs a function that its process can import: move <lambda>"),
+        (
+            isolated_rewards.score_tenfold,
+            "needs a function that its process finds by its name: isolated_rewards.score leads to",
+        ),
+        ("isolated_rewards:nothing", "isolated_rewards has no 'nothing'"),
+    ],
+)
 async def test_reward_that_no_process_can_import_is_refused_before_anything_starts(
     reward: Any, said: str
 ) -> None:
-    with pytest.raises(rollout.ConfigError) as caught:
+    with pytest.raises(rollout.ConfigError, match=re.escape(said)):
         await rewarded([user()], reward)
-    assert str(caught.value).startswith(said)
-
-
-@pytest.mark.parametrize("decorator", ["", "from decorators import kept\n@kept\n"])
-async def test_reward_of_a_module_loaded_from_a_file_is_found_there_decorated_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decorator: str
-) -> None:
-    (tmp_path / "decorators.py").write_text(
-        "import functools\n"
-        "def kept(function):\n"
-        "    return functools.wraps(function)(lambda *args: function(*args))\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    path = tmp_path / "by_hand.py"
-    path.write_text(f"{decorator}def score(trajectory):\n    return 0.5\n")
-    spec = importlib.util.spec_from_file_location("loaded_by_hand", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    if decorator:
-        monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    (one,) = (await rewarded([user()], module.score)).trajectories
-    assert one.reward == 0.5
-
-
-async def test_reward_whose_process_was_copied_by_it_has_the_one_reply_that_is_its_own() -> None:
-    given = [user(extra={"value": at, "does": "fork" if at == 1 else ""}) for at in range(4)]
-    batch = await rewarded(given, isolated_rewards.copied)
-    assert [t.reward for t in batch.trajectories] == [0.0, 1.0, 2.0, 3.0]
 
 
 async def test_reward_process_that_died_while_it_idled_fails_no_reward() -> None:
@@ -393,22 +309,6 @@ async def test_reward_process_that_died_while_it_idled_fails_no_reward() -> None
 async def test_reward_that_waits_for_a_thread_has_all_its_time_once_it_is_called() -> None:
     batch = await rewarded([user()] * 4, waiting, processes=0, max_threads=1, reward_s=1.0)
     assert [each.reward for each in batch.trajectories] == [1.0] * 4
-
-
-@pytest.mark.slow
-async def test_reward_process_is_asked_in_time_though_a_tool_has_the_only_thread() -> None:
-    prompts = [user("use"), user()]
-    batch = await rewarded(
-        prompts, isolated_rewards.score, scenario=HOLDING, max_threads=1, reward_s=1.0
-    )
-    assert [each.reward for each in batch.trajectories] == [1.0, 1.0]
-
-
-@pytest.mark.slow
-async def test_reward_process_reads_a_long_trajectory_in_time() -> None:
-    prompt = user(extra={"pages": b"x" * 30_000_000})
-    (one,) = (await rewarded([prompt], isolated_rewards.score, reward_s=6.0)).trajectories
-    assert one.reward == 1.0
 
 
 @pytest.mark.slow
