@@ -183,11 +183,3 @@ def test_groups_staleness_of_what_earlier_calls_left_is_within_its_bound(
         world.version += updates
         kept = Counter(group.number for group in world.kept)
         assert kept + world.ends == Counter(range(world.pulled))
-
-
-def test_groups_source_over_waits_for_no_version() -> None:
-    groups = Groups(None, 1, staleness=Staleness(most=0, per_step=1, start=0))
-    groups.consumed = 1
-    assert groups.waits_for.startswith("stream_groups waits for update_weights: 1 groups")
-    groups.stop()
-    assert groups.waits_for == ""

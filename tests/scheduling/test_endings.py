@@ -12,7 +12,7 @@ import pytest
 import rollout
 from rollout import AgentLoop, Outcome, Prompt, SchedulingConfig, Trajectory, function_tool
 from rollout.agents import AgentContext, agent_names, register_agent
-from rollout.interactions import InteractionTurn, ScriptedUser
+from rollout.interactions import ScriptedUser
 from rollout.testing import Scenario
 
 pytestmark = pytest.mark.anyio
@@ -58,92 +58,6 @@ async def run(
     return batch.trajectories
 
 
-class BareEngineError(rollout.EngineError):
-    """Its base does not know of it."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-
-class NumberedEngineError(rollout.EngineError):
-    """Has a code where its base has a word."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.reason = 5  # type: ignore[assignment]
-
-
-class BareLimit(rollout.LimitExceeded):
-    """Its base does not know of it."""
-
-    def __init__(self, text: str) -> None:
-        Exception.__init__(self, text)
-        self.reason = 5  # type: ignore[assignment]
-
-
-class LazyError(Exception):
-    """What it came of cannot be found out."""
-
-    @property
-    def __cause__(self) -> Any:
-        raise ZeroDivisionError
-
-    @property
-    def __traceback__(self) -> Any:
-        raise ZeroDivisionError
-
-
-@register_agent("endings_raising")
-class Raising(AgentLoop):
-    """Raises what its prompt says."""
-
-    async def run(self, context: AgentContext) -> None:
-        await context.generate()
-        if "error" in context.prompt.extra:
-            raise context.prompt.extra["error"]
-
-
-@pytest.mark.parametrize(
-    ("error", "reason", "cause"),
-    [
-        (BareEngineError("x"), "engine", "BareEngineError"),
-        (NumberedEngineError("x"), "agent", "NumberedEngineError"),
-        (LazyError("x"), "agent", "LazyError"),
-        (BaseExceptionGroup("x", [BareLimit("x")]), "agent", "AgentError"),
-    ],
-)
-async def test_odd_error_of_an_agent_fails_its_trajectory_alone(
-    error: BaseException, reason: str, cause: str
-) -> None:
-    prompts = [user(agent_name="endings_raising", extra=extra) for extra in ({"error": error}, {})]
-    failed, other = await run(prompts)
-    assert (failed.outcome, failed.reason) == (Outcome.FAILED, reason)
-    assert failed.cause.type == cause
-    assert (other.outcome, other.cause) == (Outcome.COMPLETED, None)
-
-
-class Unfinished:
-    """A simulated user that has no `finish`."""
-
-    name = "unfinished"
-
-    async def start(self, context: Any) -> None:
-        pass
-
-    async def respond(self, messages: Any) -> InteractionTurn:
-        return InteractionTurn("", is_done=True)
-
-
-async def test_user_that_cannot_finish_fails_no_trajectory(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    made: Any = Unfinished
-    async with rollout.open_rollout(SCENARIO.config(), interactions=[made]) as runtime:
-        batch = await runtime.generate([user(**interaction("unfinished")), user()])
-    assert [each.outcome for each in batch.trajectories] == [Outcome.COMPLETED] * 2
-    assert "finish of the interaction failed" in caplog.text
-
-
 def interaction(name: Any) -> dict[str, Any]:
     return {"extra": {"interaction_kwargs": {"name": name}}}
 
@@ -159,12 +73,6 @@ UNKNOWN: list[tuple[dict[str, Any], str, str]] = [
         interaction("teacher"),
         "unknown_interaction",
         "extra['interaction_kwargs']['name'] = 'teacher': unknown interaction 'teacher'; "
-        "known: 'curious'",
-    ),
-    (
-        interaction(["curious"]),
-        "unknown_interaction",
-        "extra['interaction_kwargs']['name'] = ['curious']: unknown interaction ['curious']; "
         "known: 'curious'",
     ),
 ]
@@ -196,16 +104,6 @@ async def test_call_of_which_some_name_what_nobody_registered_rejects_those_and_
     (line,) = [each for each in caplog.messages if "offered" not in each]  # no tool was called
     assert line.startswith(f"prompt-0/0 rejected ({reason}): ")
     assert line.endswith(" (36 trajectories)")
-
-
-async def test_call_lists_the_names_that_most_prompts_have() -> None:
-    names = [f"agent{number % 7}" for number in range(20)]
-    with pytest.raises(rollout.PromptError) as caught:
-        await run([user(agent_name=name) for name in names])
-    lines = str(caught.value).splitlines()
-    assert lines[1].endswith("(and 2 further prompts)")
-    assert lines[-1] == "  and 2 further names"
-    assert len(lines) == 1 + 5 + 1
 
 
 async def test_stream_whose_every_prompt_names_what_nobody_registered_starts_nothing() -> None:
@@ -274,17 +172,3 @@ async def test_slow_consumer_of_a_stream_gets_every_trajectory_that_was_cancelle
                 await anyio.sleep(1.0)  # the buffer is full
                 found.append(trajectory.member)
     assert sorted(found) == list(range(22))
-
-
-@pytest.mark.parametrize("call", ["stream", "stream_groups"])
-async def test_caller_that_learns_late_of_its_cancellation_gets_no_other_error(call: str) -> None:
-    """The runtime's tasks are cancelled too, and with them the call's: it ends as if closed."""
-    with anyio.CancelScope() as scope:
-        async with rollout.open_rollout(Scenario(seed=1).reply("", "ok").config()) as runtime:
-            async with getattr(runtime, call)([Prompt("go")]) as found:
-                scope.cancel()
-                with anyio.CancelScope(shield=True):
-                    await anyio.sleep(1.0)
-                    if call == "stream_groups":
-                        await found.receive()
-    assert scope.cancelled_caught

@@ -50,9 +50,6 @@ class Judge:
     def method(self, trajectory: Trajectory) -> float:
         return 0.5
 
-    def two(self, question: str, answer: str) -> float:
-        return 0.5
-
 
 class AsyncJudge:
     async def __call__(self, trajectory: Trajectory) -> float:
@@ -72,28 +69,15 @@ def with_default(trajectory: Trajectory, ground_truth: str = "5") -> float:
     return 0.5
 
 
-def anything(*args: Any) -> float:
-    return 0.5
-
-
-class Native:
-    __signature__ = "written in C"  # what inspect cannot read
-
-    def __call__(self, trajectory: Trajectory) -> float:
-        return 0.5
-
-
 @pytest.mark.parametrize(
     "reward",
     [
         plain,
-        Native(),
         Judge(),
         Judge().method,
         AsyncJudge(),
         functools.partial(weighted, weight=0.25, shift=0.25),
         with_default,
-        anything,
         lambda t: 0.5,
     ],
 )
@@ -105,19 +89,7 @@ def two_arguments(question: str, answer: str) -> float:
     return 0.0
 
 
-def no_argument() -> float:
-    return 0.0
-
-
-def by_keyword(*, trajectory: Trajectory) -> float:
-    return 0.0
-
-
 def generator(trajectory: Trajectory) -> Any:
-    yield 0.0
-
-
-async def async_generator(trajectory: Trajectory) -> Any:
     yield 0.0
 
 
@@ -142,16 +114,12 @@ def verl_and_more(data_source: str, solution_str: str, ground_truth: str, tokeni
             two_arguments,
             f"two_arguments (HERE, line N): {UNFIT} missing a required argument: 'answer'",
         ),
-        (no_argument, f"no_argument (HERE, line N): {UNFIT} too many positional arguments"),
-        (by_keyword, f"by_keyword (HERE, line N): {UNFIT} too many positional arguments"),
-        (Judge().two, f"Judge.two (HERE, line N): {UNFIT} missing a required argument: 'answer'"),
         (
             functools.partial(weighted, shift=1.0),
             f"functools.partial(<function weighted>, shift=1.0): {UNFIT} missing a required "
             "argument: 'weight'",
         ),
         (generator, "generator (HERE, line N): yields, and does not return"),
-        (async_generator, "async_generator (HERE, line N): yields, and does not return"),
         (Judge, f"{Judge!r}: a class, not one of its objects"),
         (
             verl_and_more,
@@ -221,10 +189,6 @@ def everything(**kwargs: Any) -> bool:
     return sorted(kwargs) == ["data_source", "extra_info", "ground_truth", "solution_str"]
 
 
-def text_alone(solution_str: str) -> bool:
-    return solution_str.endswith("5.")
-
-
 async def asynchronous(data_source: str, solution_str: str, ground_truth: str, extra_info: Any):  # type: ignore[no-untyped-def]
     await anyio.lowlevel.checkpoint()
     return {"score": 1}
@@ -235,18 +199,8 @@ def scaled(data_source: str, solution_str: str, ground_truth: str, extra_info: A
 
 
 @pytest.mark.parametrize(
-    "reward", [short, everything, text_alone, asynchronous, functools.partial(scaled, scale=1)]
+    "reward", [short, everything, asynchronous, functools.partial(scaled, scale=1)]
 )
 async def test_reward_of_verl_is_told_by_the_names_of_its_parameters(reward: Any) -> None:
     trajectory = await rewarded(reward, ground_truth="5", data_source="sums")
     assert (trajectory.outcome, trajectory.reward) == (Outcome.COMPLETED, 1.0)
-
-
-async def test_reward_of_verl_that_raises_fails_its_trajectory() -> None:
-    def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any):  # type: ignore[no-untyped-def]
-        raise OSError("no judge")
-
-    trajectory = await rewarded(compute_score)
-    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "reward")
-    assert trajectory.cause is not None
-    assert trajectory.cause.message == "no judge"

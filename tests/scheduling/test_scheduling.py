@@ -14,7 +14,6 @@ from rollout import AgentLoop, Outcome, Prompt, RolloutBatch, Trajectory, functi
 from rollout.agents import AgentContext, register_agent
 from rollout.config import (
     AgentConfig,
-    LengthsConfig,
     LimitsConfig,
     RecoveryConfig,
     SchedulingConfig,
@@ -321,18 +320,6 @@ def test_controller_histories_grow_follows_them_over_a_lifetime() -> None:
     assert looks.controller.allowed == 21
 
 
-def test_controller_queue_that_empties_now_and_then_is_none() -> None:
-    looks = Looks(100)
-    for _ in range(10):
-        looks.see(load(queued=50), in_flight=100, times=WINDOW - 1)
-        assert looks.see(load(queued=0), in_flight=100, times=1) == 100
-
-
-def test_controller_queue_of_one_engine_counts_beside_another_without() -> None:
-    looks = Looks(100)
-    assert looks.see(load(queued=20), load(running=30), in_flight=95) == 73
-
-
 def test_controller_smaller_batches_that_cost_more_than_is_lost_end_it() -> None:
     looks = Looks(128, lost=600)
     assert looks.see(load(running=60, queued=30), in_flight=128) == 63
@@ -349,57 +336,12 @@ def test_controller_room_again_grows_by_half_in_a_lifetime() -> None:
     assert 42 < grown <= 63
     assert looks.see(load(0.4, running=17), in_flight=42, times=20, finished=21) == grown
     assert looks.see(load(0.4, running=17), in_flight=100, times=60, finished=21) == 100
-    looks = Looks(100)
-    looks.see(load(queued=40), in_flight=100)
-    looks.see(load(0.7, running=29), in_flight=42, times=10, finished=21)
-    assert looks.controller.allowed == 41  # what is used now is no room for more
 
 
 def test_controller_idle_begins_the_next_batch_at_the_most() -> None:
     looks = Looks(100)
     assert looks.see(load(queued=40), in_flight=100) == 42
     assert looks.see(load(0.0, running=0), in_flight=0, times=1) == 100
-
-
-def test_controller_silent_engines_change_nothing() -> None:
-    assert Looks(4).see(in_flight=4, times=40) == 4
-
-
-@pytest.mark.slow
-async def test_admission_with_agents_on_a_small_kv_cache_is_faster() -> None:
-    """What `benchmarks/admission.py` measures, small: prefixes do not all fit."""
-
-    @function_tool
-    async def wait() -> str:
-        """Wait."""
-        await anyio.sleep(2.0)
-        return "x" * 300
-
-    texts = [tool_call("wait")] * 9 + ["Done."]
-    scenario = (
-        Scenario(seed=1)
-        .reply("", *texts, filler={"median": 200, "sigma": 0.8, "max": 2000})
-        .timing(prefill_tokens_per_s=10_000)
-        .kv(tokens=90_000)
-    )
-
-    async def makespan(*, adaptive: bool) -> float:
-        scheduling = SchedulingConfig(
-            samples_per_prompt=8, max_in_flight=80, adaptive_admission=adaptive
-        )
-        began = anyio.current_time()
-        batch = await generate(
-            scenario,
-            [user(f"{n}") for n in range(40)],
-            tools=[wait],
-            agent=AgentConfig(max_assistant_turns=20),
-            lengths=LengthsConfig(prompt=1024, response=16_384),
-            scheduling=scheduling,
-        )
-        assert {t.outcome for t in batch.trajectories} <= {Outcome.COMPLETED, Outcome.LIMIT}
-        return anyio.current_time() - began
-
-    assert await makespan(adaptive=True) < 0.9 * await makespan(adaptive=False)
 
 
 @function_tool
@@ -497,18 +439,6 @@ async def test_cancel_while_a_reward_hangs_keeps_the_tokens_and_the_reason() -> 
     assert trajectory.reward is None
     assert not trajectory.trainable
     assert trajectory.answer == "ok"
-
-
-async def test_statistics_count_tokens_of_generations_under_way() -> None:
-    async with rollout.open_rollout(SLOW.config()) as runtime, anyio.create_task_group() as tasks:
-
-        async def look() -> None:
-            await anyio.sleep(2.0)
-            assert 100 < runtime.statistics().generated_tokens < 250
-            runtime.cancel()
-
-        tasks.start_soon(look)
-        await runtime.generate([user("slow")])
 
 
 async def test_cancel_does_not_wait_for_places_that_another_call_holds() -> None:
