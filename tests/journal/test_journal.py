@@ -46,7 +46,6 @@ from rollout import (
 )
 from rollout.agents import AgentContext, register_agent
 from rollout.config import AgentConfig, GatewayConfig, SamplingConfig, SchedulingConfig
-from rollout.errors import LimitExceeded
 from rollout.journal.index import read_journal
 from rollout.journal.log_file import HEAD, MAGIC
 from rollout.journal.records import EndRecord, ResultsRecord, TurnRecord
@@ -103,8 +102,6 @@ def test_resume_asks_neither_engines_nor_tools_for_what_is_recorded(tmp_path: Pa
     assert [resumed.trajectories[0].metrics[each] for each in metrics] == pytest.approx(
         [whole.trajectories[0].metrics[each] for each in metrics]
     )
-    turn = next(each for each in entries if isinstance(each, TurnRecord))
-    assert (turn.key.step, turn.key.uid, turn.key.member, turn.segment) == (0, "sum", 0, "0/sum/0")
 
 
 def test_resume_cuts_a_torn_tail_wherever_it_ends_with_a_message(
@@ -115,7 +112,7 @@ def test_resume_cuts_a_torn_tail_wherever_it_ends_with_a_message(
     ends = record_ends(path)
     start, stop = ends[-3], ends[-2]  # the end of its trajectory; what follows says it is delivered
     body = start + HEAD.size
-    for size in (*range(start + 1, body + 2), *range(body + 2, stop, 9), stop - 1):
+    for size in (*range(start + 1, body + 2), stop - 1):
         contents = read_journal(cut(path, size))
         assert (contents.size, contents.torn_size) == (start, size - start)
         assert [each.end for each in contents.trajectories.values()] == [None]
@@ -134,11 +131,9 @@ def test_resume_cuts_a_torn_tail_wherever_it_ends_with_a_message(
 
 def test_resume_of_what_is_no_journal_of_this_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    for number in (10, 12):
-        path.write_bytes(b"rollout journal %d\n" % number)
-        fault = f"a journal of format {number}; this version reads format 11"
-        with pytest.raises(ConfigError, match=fault):
-            run(config_of(path), prompts("quick"), resume=True)
+    path.write_bytes(b"rollout journal 12\n")
+    with pytest.raises(ConfigError, match="a journal of format 12; this version reads format 11"):
+        run(config_of(path), prompts("quick"), resume=True)
     path.write_bytes(b"something else")
     with pytest.raises(ConfigError, match="is no journal"):
         run(config_of(path), prompts("quick"), resume=True)
@@ -218,60 +213,12 @@ def test_resume_with_other_tools_warns_of_each(
         """
         return a + b
 
-    @function_tool(schema={**SCHEMA, "function": {**SCHEMA["function"], "strict": ("a", 1)}})
-    async def look(where: str) -> str:
-        return where
-
     path = tmp_path / "journal"
-    run(config_of(path), prompts("quick"), tools=[add, look])
-    run(config_of(path), prompts("quick"), tools=[add, look], resume=True)
+    run(config_of(path), prompts("quick"))
+    run(config_of(path), prompts("quick"), resume=True)
     assert "other schemas" not in caplog.text
     run(config_of(path), prompts("quick"), tools=[add_two], resume=True)
-    assert f"{path}: these tools have other schemas than before: add, look;" in caplog.text
-
-
-SCHEMA: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "parameters": {"type": "object", "properties": {"where": {"type": "string"}}},
-    },
-}
-
-
-@register_agent("odd_names")
-class OddNames(AgentLoop):
-    """Names things by what its prompt is called, which no file can hold."""
-
-    async def run(self, context: AgentContext) -> None:
-        await context.generate()
-        match context.prompt.uid:
-            case "reason":
-                context.end(Outcome.COMPLETED, "\ud800")
-            case "outcome":
-                context.end("fine", "so")  # type: ignore[arg-type]
-            case "limit":
-                raise LimitExceeded("a limit", source="\ud800", reason="own")
-            case "purpose":
-                await context.branch(purpose="\ud800")
-
-
-def test_names_that_cannot_be_written_fail_who_gave_them_alone(tmp_path: Path) -> None:
-    given = [
-        Prompt(messages=[{"role": "user", "content": "quick"}], uid=uid)
-        for uid in ("reason", "outcome", "limit", "purpose", "none")
-    ]
-    config = config_of(tmp_path / "journal", agent=AgentConfig(name="odd_names"))
-    *odd, usual = run(config, given).trajectories
-    assert usual.outcome is Outcome.COMPLETED
-    assert {each.outcome for each in odd} == {Outcome.FAILED}
-    assert [str(each.cause and each.cause.message).partition("expected")[0] for each in odd] == [
-        r"end: reason = '\ud800'; ",
-        "end: outcome = 'fine'; ",
-        r"end: limit_source = '\ud800'; ",
-        r"purpose = '\ud800': ",
-    ]
-    assert len(run(config, given, resume=True).trajectories) == 5
+    assert f"{path}: these tools have other schemas than before: add;" in caplog.text
 
 
 def test_extra_as_text_is_written_so_with_a_warning(
@@ -475,18 +422,3 @@ def test_resume_without_announcing_the_weights_is_refused(tmp_path: Path) -> Non
     )
     batch = run_virtual(act, True, 8)
     assert set(batch.trajectories[0].transcript.weight_versions().tolist()) == {-1, 8}
-
-
-def test_same_uid_in_two_calls_of_a_step_is_resumed_as_two(tmp_path: Path) -> None:
-    path = tmp_path / "journal"
-
-    async def act(resume: bool) -> list[dict[str, Any]]:
-        async with rollout.open_rollout(config_of(path), [add], resume=resume) as runtime:
-            batches = [await runtime.generate(prompts("quick"), step=1) for _ in range(2)]
-            validated = await runtime.generate(prompts("quick"), step=1, validate=True)
-            return [content(batch.trajectories[0]) for batch in (*batches, validated)]
-
-    first = run_virtual(act, False)
-    assert len(read_journal(path).trajectories) == 3
-    assert run_virtual(act, True) == first
-    assert len(read_journal(path).trajectories) == 3

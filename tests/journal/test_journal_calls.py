@@ -16,24 +16,20 @@ import pytest
 import rollout
 from journal_material import records_in
 from rollout import (
-    AgentLoop,
     Group,
     GroupPolicy,
     JournalError,
-    LimitExceeded,
     Outcome,
     Prompt,
     RolloutConfig,
 )
-from rollout.agents import AgentContext, register_agent
 from rollout.config import AgentConfig, JournalConfig, LimitsConfig, SchedulingConfig
-from rollout.journal.log_file import LogFile
-from rollout.journal.records import DeliveredRecord, VersionRecord
+from rollout.journal.records import DeliveredRecord
 from rollout.testing import Scenario, run_virtual, tool_call
 
 SCENARIO = (
     Scenario(seed=1)
-    .reply("slow", "word " * 300)
+    .reply("slow", "word " * 60)
     .reply("pick", tool_call("pick"))
     .then("the end")
     .reply("", "at once", filler={"median": 40, "sigma": 1.0, "max": 300})
@@ -69,11 +65,8 @@ def sampled(runtime: Any) -> int:
     return sum(each.tokens.arrived for each in runtime.statistics().replicas)
 
 
-@pytest.mark.parametrize("oversample", [1.0, 3.0])
-def test_two_collects_at_once_get_their_own_batches_again(
-    tmp_path: Path, oversample: float
-) -> None:
-    policy = GroupPolicy(oversample=oversample, surplus="carry")
+def test_two_collects_at_once_get_their_own_batches_again(tmp_path: Path) -> None:
+    policy = GroupPolicy(oversample=3.0, surplus="carry")
 
     def ran(*, resume: bool) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -90,17 +83,12 @@ def test_two_collects_at_once_get_their_own_batches_again(
                     async with anyio.create_task_group() as tasks:
                         tasks.start_soon(one, first)
                         tasks.start_soon(one, first + 1)
-                if oversample == 1:  # else there is more to do
-                    found["sampled"] = sampled(runtime)
 
         run_virtual(act)
         return found
 
     first = ran(resume=False)
-    again = ran(resume=True)
-    assert again.pop("sampled", 0) == 0
-    first.pop("sampled", None)
-    assert again == first
+    assert ran(resume=True) == first
 
 
 def collected(path: Path, source: Iterator[Prompt], *, resume: bool, **options: Any) -> Any:
@@ -151,40 +139,7 @@ def test_collect_whose_groups_met_their_deadline_gives_the_same_again(
         assert next(source) == following
 
 
-@register_agent("journal_slow_end")
-class _SlowEnd(AgentLoop):
-    async def run(self, context: AgentContext) -> None:
-        try:
-            await context.generate()
-        finally:
-            with anyio.CancelScope(shield=True):
-                await anyio.sleep(1)
-
-
-def test_member_whose_group_reward_failed_is_the_one_given_again(tmp_path: Path) -> None:
-    asked: list[str] = []
-
-    def group_reward(group: Group) -> list[float]:
-        asked.append(group.uid)
-        if group.uid == "p1":
-            raise ValueError("no reward")
-        return [1.0 for _ in group.trajectories]
-
-    given = {
-        "policies": [GroupPolicy(members=1)] * 2,
-        "groups": 2,
-        "group_reward": group_reward,
-        "agent": "journal_slow_end",
-    }
-    first = collected(tmp_path / "j", loader(), resume=False, **given)
-    assert first[0][1][2:] == (Outcome.FAILED, "group_reward")
-    asked.clear()
-    assert collected(tmp_path / "j", loader(), resume=True, **given)[:2] == first[:2]
-    assert asked == []
-
-
-@pytest.mark.parametrize("backend", ["trio", "asyncio"])
-def test_collect_has_written_what_it_gave_when_it_returns(tmp_path: Path, backend: str) -> None:
+def test_collect_has_written_what_it_gave_when_it_returns(tmp_path: Path) -> None:
     path = tmp_path / "j"
     policy = GroupPolicy(oversample=4.0, surplus="carry")
 
@@ -202,7 +157,7 @@ def test_collect_has_written_what_it_gave_when_it_returns(tmp_path: Path, backen
         async with rollout.open_rollout(again, resume=True) as runtime:
             assert uids(await runtime.collect(loader(), 2, policy=policy, step=0)) == taken
 
-    anyio.run(act, backend=backend)
+    anyio.run(act, backend="asyncio")
 
 
 def test_collect_that_cannot_write_what_it_gives_ends_with_that(
@@ -256,17 +211,11 @@ class Source:
         return user("slow" if self.count % 3 == 1 else f"go {uid}", uid)
 
 
-@pytest.mark.parametrize("backend", ["trio", "asyncio"])
-def test_collects_of_one_step_from_two_sources_get_their_own_groups_again(
-    tmp_path: Path, backend: str
-) -> None:
-    scenario = Scenario(seed=1).reply("", filler=5).timing(base_s=0.0, slope_s=0.0)
-
+def test_collects_of_one_step_from_two_sources_get_their_own_groups_again(tmp_path: Path) -> None:
     async def act(steps: int) -> list[tuple[list[str], int]]:
         sources, given = (Source("a"), Source("b")), []
-        async with rollout.open_rollout(
-            config(tmp_path / "j", "single_turn", scenario), resume=True
-        ) as runtime:
+        own = config(tmp_path / "j", "single_turn")
+        async with rollout.open_rollout(own, resume=True) as runtime:
             for step in range(steps):
                 for source in sources:
                     batch = await runtime.collect(source, 2, step=step)
@@ -279,14 +228,11 @@ def test_collects_of_one_step_from_two_sources_get_their_own_groups_again(
         for name in "ab"
     ]
     for steps in (2, 3, 3):
-        assert anyio.run(act, steps, backend=backend) == expected[: 2 * steps]
+        assert run_virtual(act, steps) == expected[: 2 * steps]
 
 
-@pytest.mark.parametrize("surplus", ["carry", "cancel"])
-def test_calls_of_one_step_from_one_source_get_their_own_groups_again(
-    tmp_path: Path, surplus: Any
-) -> None:
-    policy = GroupPolicy(oversample=2.0, surplus=surplus)
+def test_calls_of_one_step_from_one_source_get_their_own_groups_again(tmp_path: Path) -> None:
+    policy = GroupPolicy(oversample=2.0, surplus="carry")
 
     async def act() -> tuple[list[list[str]], int, int]:
         source, given = Source("p"), []
@@ -300,8 +246,7 @@ def test_calls_of_one_step_from_one_source_get_their_own_groups_again(
     *first, tokens = run_virtual(act)
     assert len({uid for each in first[0] for uid in each}) == 6
     assert tokens > 0
-    for _ in range(2):
-        assert run_virtual(act) == (*first, 0)
+    assert run_virtual(act) == (*first, 0)
 
 
 def test_collect_that_was_cancelled_and_made_again_is_one_call_to_a_resumption(
@@ -327,10 +272,7 @@ def epoch(step: int) -> list[Prompt]:
     return [user(f"go {at}", f"p{at}") for at in range(3 * (step % 2), 3 * (step % 2) + 3)]
 
 
-@pytest.mark.parametrize("first", [0, 3])
-def test_lists_of_steps_come_again_in_later_epochs_after_a_resumption(
-    tmp_path: Path, first: int
-) -> None:
+def test_lists_of_steps_come_again_in_later_epochs_after_a_resumption(tmp_path: Path) -> None:
     given = config(tmp_path / "j", agent="single_turn", samples_per_prompt=1)
 
     def ran(steps: range, *, resume: bool) -> None:
@@ -343,37 +285,12 @@ def test_lists_of_steps_come_again_in_later_epochs_after_a_resumption(
         run_virtual(act)
 
     ran(range(3), resume=False)
-    ran(range(first, 8), resume=True)
+    ran(range(3, 8), resume=True)
 
 
-def test_step_that_was_interrupted_in_a_later_epoch_has_its_list_again_whole(
-    tmp_path: Path,
-) -> None:
-    given = config(tmp_path / "j", agent="single_turn", samples_per_prompt=1, max_in_flight=1)
-    found: list[list[str]] = []
-
-    async def interrupted() -> None:
-        async with rollout.open_rollout(given) as runtime:
-            for step in (0, 2):
-                with anyio.move_on_after(0.5 if step else 60.0):
-                    found.append(uids(await runtime.collect(epoch(step), 3, step=step)))
-
-    async def resumed() -> None:
-        async with rollout.open_rollout(given, resume=True) as runtime:
-            found.extend([uids(await runtime.collect(epoch(0), 3, step=at)) for at in (2, 4)])
-
-    run_virtual(interrupted)
-    assert len(found) == 1
-    run_virtual(resumed)
-    assert found == [["p0", "p1", "p2"]] * 3
-
-
-@pytest.mark.parametrize("backend", ["trio", "asyncio"])
-def test_stream_polled_with_cancellation_loses_no_group_to_its_journal(
-    tmp_path: Path, backend: str
-) -> None:
+def test_stream_polled_with_cancellation_loses_no_group_to_its_journal(tmp_path: Path) -> None:
     given = config(tmp_path / "j", agent="single_turn")
-    names = [f"p{at}" for at in range(6)]
+    names = [f"p{at}" for at in range(3)]
 
     async def act() -> list[str]:
         got: list[str] = []
@@ -392,7 +309,7 @@ def test_stream_polled_with_cancellation_loses_no_group_to_its_journal(
             assert groups.metrics()["groups/accepted"] == len(got)
         return got
 
-    assert sorted(anyio.run(act, backend=backend)) == names
+    assert sorted(anyio.run(act, backend="asyncio")) == names
     delivered = [e for e in records_in(tmp_path / "j") if isinstance(e, DeliveredRecord)]
     assert len(delivered) == len(names)
 
@@ -434,17 +351,6 @@ def test_calls_resumed_with_new_prompts_and_in_another_order_sample_those_alone(
     assert ran("bc", "dab", resume=True) == 8
 
 
-def test_wait_of_a_call_that_ends_before_its_record_is_written_says_so(tmp_path: Path) -> None:
-    async def act() -> str:
-        file = LogFile(tmp_path / "journal")
-        number = file.put(VersionRecord(1))
-        error = await file.wait_written(number, is_over=lambda: True)
-        file.close()
-        return str(error)
-
-    assert run_virtual(act).endswith("journal: its call ended before a trajectory was written")
-
-
 def test_stream_that_was_opened_twice_in_its_step_is_resumed_by_one_without_a_gap(
     tmp_path: Path,
 ) -> None:
@@ -460,38 +366,7 @@ def test_stream_that_was_opened_twice_in_its_step_is_resumed_by_one_without_a_ga
         return given
 
     first = run_virtual(act, 2, 4)
-    for counts in ([12], [3, 9], [13]):
+    for counts in ([12], [3, 9]):
         again = run_virtual(act, *counts)
         assert again[:2] == first[:2]
         assert sorted(again) == sorted(f"p{at}" for at in range(sum(counts)))
-
-
-def test_collect_that_its_time_cut_short_and_that_is_whole_when_resumed_repeats_nothing(
-    tmp_path: Path,
-) -> None:
-    """It takes two groups of the call that followed it; the others come once calls want more."""
-    scenario = Scenario(seed=1).reply("", "at once", filler=20).timing(base_s=0.01, slope_s=0.0)
-    own = config(tmp_path / "j", scenario=scenario, max_in_flight=4)
-    own = attrs.evolve(own, limits=LimitsConfig(batch_s=2.0))
-
-    async def prompts(stall_s: float) -> Any:
-        for at, prompt in enumerate(loader()):
-            await anyio.sleep(stall_s if at == 2 else 0.0)
-            yield prompt
-
-    async def act(steps: int, stall_s: float) -> list[list[str]]:
-        source, given = prompts(stall_s), []
-        async with rollout.open_rollout(own, resume=True) as runtime:
-            for step in range(steps):
-                try:
-                    given.append(uids(await runtime.collect(source, 4, step=step)))
-                except LimitExceeded:
-                    given.append(uids(await runtime.collect(source, 4, step=step)))
-        return given
-
-    assert run_virtual(act, 3, 3.0)[0] == ["p2", "p3", "p4", "p5"]
-    for _ in range(2):
-        given = run_virtual(act, 5, 0.0)
-        assert given[0] == ["p0", "p1", "p2", "p3"]
-        assert given[3] == ["p4", "p5", "p14", "p15"]
-        assert sorted(uid for each in given for uid in each) == sorted(f"p{at}" for at in range(20))

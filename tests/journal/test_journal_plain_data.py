@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import attrs
 import msgspec
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import rollout
-from journal_material import CALLED, config_of, prompts, run
+from journal_material import CALLED, config_of, cut_before_end, prompts, run
 from rollout import (
     ConfigError,
     Message,
@@ -23,17 +23,16 @@ from rollout import (
     Prompt,
     PromptError,
     Reward,
-    Tool,
     Trajectory,
     function_tool,
 )
 from rollout.chat.plain_data import EXPECTED, MAX_DEPTH, TOO_DEEP, NotPlainError, to_plain
-from rollout.journal.values import ValueWriter, find_media, pack_prompt, read_prompt
+from rollout.journal.values import find_media, pack_prompt, read_prompt
 from rollout.media.records import KnownContents
 from rollout.medium import Media
 from rollout.testing import run_virtual
 from rollout.tools import ToolResult
-from rollout.types import InvalidToolCall, ToolCall
+from rollout.types import ToolCall
 
 
 def attached(prompt: Prompt, extra: dict[str, Any]) -> Prompt:
@@ -53,12 +52,9 @@ def endless() -> list[Any]:
     return value
 
 
-@pytest.mark.parametrize("value", [endless(), nested(3000), {"in": nested(MAX_DEPTH)}])
-def test_extra_that_is_nested_without_end_fails_its_trajectory_alone(
-    tmp_path: Path, value: Any
-) -> None:
+def test_extra_that_is_nested_without_end_fails_its_trajectory_alone(tmp_path: Path) -> None:
     def attaching(trajectory: Trajectory) -> Reward:
-        return Reward(value=1.0, extra={"v": value} if trajectory.uid == "quick" else {})
+        return Reward(value=1.0, extra={"v": endless()} if trajectory.uid == "quick" else {})
 
     given = prompts("quick", "sum")
     path = tmp_path / "journal"
@@ -79,29 +75,9 @@ def test_extra_itself_may_be_any_mapping(tmp_path: Path) -> None:
     assert (again.outcome, again.extra) == (Outcome.COMPLETED, {"a": [1, 2], "b": [1, 2]})
 
 
-@pytest.mark.parametrize("unwritable", ["refuse", "text"])
-def test_name_in_an_extra_that_cannot_be_written_concerns_its_trajectory_alone(
-    tmp_path: Path, unwritable: str
+def test_result_of_a_tool_that_is_no_plain_data_is_not_written_and_asked_for_again(
+    tmp_path: Path,
 ) -> None:
-    config = config_of(tmp_path / "journal", journal={"unwritable": unwritable})
-    given = prompts("quick", "sum")
-    run(config, given, reward=lambda _: Reward(value=1.0, extra={"\ud800": 1}))
-    again = run(config, given, resume=True)
-    extra = {} if unwritable == "refuse" else {r"\ud800": "1"}
-    assert [each.extra for each in again.trajectories] == [extra, extra]
-
-
-def test_values_as_text_are_the_same_in_each_process_and_end() -> None:
-    given = {"fine": 1, "set": {"b", "a"}, "v": endless(), "w": nested(3000)}
-    assert ValueWriter(as_text=True).write(given, "x") == {
-        "fine": 1,
-        "set": "{'a', 'b'}",
-        "v": "[([...], [...])]",
-        "w": "<list whose repr raises RecursionError>",
-    }
-
-
-def test_answer_of_a_tool_without_end_is_not_written_and_asked_again(tmp_path: Path) -> None:
     @function_tool
     async def add(a: int, b: int) -> ToolResult:
         """Add.
@@ -111,63 +87,42 @@ def test_answer_of_a_tool_without_end_is_not_written_and_asked_again(tmp_path: P
             b: Another.
         """
         CALLED.append((a, b))
-        return ToolResult(str(a + b), data=endless())
+        return ToolResult(str(a + b), data=object())
 
-    run_ = run(config_of(tmp_path / "journal"), prompts("sum"), tools=[add], reward=None)
-    assert run_.trajectories[0].outcome is Outcome.COMPLETED
-    assert len(CALLED) == 2
+    path = tmp_path / "journal"
+    first = run(config_of(path), prompts("sum"), tools=[add], reward=None)
+    assert first.trajectories[0].outcome is Outcome.COMPLETED
+    cut_before_end(path)
+    run(config_of(path), prompts("sum"), tools=[add], reward=None, resume=True)
+    assert CALLED == [(1, 1), (2, 2)]
 
 
-@pytest.mark.parametrize(
-    ("fields", "where"),
-    [
-        ({"extra": {"v": endless()}}, r"\.extra"),
-        ({"messages": [{"role": "user", "content": "x", "v": endless()}]}, r"\.messages"),
-        ({"messages": [Message(role="user", content="x", extra={"v": nested(3000)})]}, ".messages"),
-    ],
-)
-def test_prompt_without_end_is_refused_by_field(
-    tmp_path: Path, fields: dict[str, Any], where: str
-) -> None:
-    given = Prompt(**{"messages": [{"role": "user", "content": "quick"}], **fields})
-    with pytest.raises(PromptError, match=rf"^prompts\[0\]{where}.* refers to itself"):
+def test_prompt_that_is_no_plain_data_is_refused_by_field(tmp_path: Path) -> None:
+    given = Prompt("quick", extra={"v": object()})
+    with pytest.raises(PromptError, match=r"^prompts\[0\].*\.extra\['v'\] is a object"):
         run(config_of(tmp_path / "journal"), [given])
-
-
-class Scaled(np.ndarray):
-    """An array that is more than its numbers."""
 
 
 @pytest.mark.parametrize(
     ("value", "name"),
     [
-        (np.ma.masked_array([1, 2, 3], mask=[0, 1, 0]), "numpy.ma.MaskedArray"),
-        (np.arange(3).view(Scaled), "test_journal_plain_data.Scaled"),
+        (np.ma.masked_array([1, 2, 3], mask=[0, 1, 0]), r"numpy\.ma\..*MaskedArray"),
         (OrderedDict(a=1), "collections.OrderedDict"),
-        (defaultdict(list, a=[1]), "collections.defaultdict"),
-        (MappingProxyType({"a": 1}), "mappingproxy"),
     ],
 )
 def test_value_that_would_come_back_as_another_is_refused(value: Any, name: str) -> None:
-    with pytest.raises(NotPlainError) as refused:
+    with pytest.raises(NotPlainError, match=rf"^extra\['v'\]\[0\] is a {name}; expected"):
         to_plain({"v": [value]}, "extra")
-    # The module of a masked array has had two names.
-    told = str(refused.value).replace("numpy.ma.core.", "numpy.ma.")
-    assert told == f"extra['v'][0] is a {name}; {EXPECTED}"
 
 
-@pytest.mark.parametrize("pulled", [False, True])
-def test_extra_of_a_prompt_is_text_where_text_is_written(tmp_path: Path, pulled: bool) -> None:
+def test_extra_of_a_prompt_is_text_where_text_is_written(tmp_path: Path) -> None:
     config = config_of(tmp_path / "journal", journal={"unwritable": "text"})
 
     async def act(resume: bool) -> Trajectory:
         extra = {"day": date(2026, 1, 31), "it": object(), "n": 1}
         given = [attached(prompts("quick")[0], extra)]
         async with rollout.open_rollout(config, resume=resume) as runtime:
-            if pulled:
-                batch = await runtime.collect(given, 1, step=0)
-            else:
-                batch = await runtime.generate(given, step=0)
+            batch = await runtime.collect(given, 1, step=0)
             return batch.trajectories[0]
 
     first = run_virtual(lambda: act(False))
@@ -184,11 +139,10 @@ def test_extra_of_a_prompt_is_text_where_text_is_written(tmp_path: Path, pulled:
     }
 
 
-@pytest.mark.parametrize("unwritable", ["text", "refuse"])
 def test_ground_truth_that_is_no_plain_data_is_text_where_its_caller_gives_it_again(
-    tmp_path: Path, unwritable: str
+    tmp_path: Path,
 ) -> None:
-    config = config_of(tmp_path / "journal", journal={"unwritable": unwritable})
+    config = config_of(tmp_path / "journal", journal={"unwritable": "text"})
     fields = {"ground_truth": Decimal("1.5"), "tools_kwargs": {"add": {"day": date(2026, 1, 31)}}}
     given = [msgspec.structs.replace(prompts("quick")[0], **fields)]
     seen: list[Any] = []
@@ -203,10 +157,6 @@ def test_ground_truth_that_is_no_plain_data_is_text_where_its_caller_gives_it_ag
 
     with pytest.raises(PromptError, match=r"tools_kwargs\[.*is a datetime\.date"):
         run_virtual(act, True, False)  # what is left of a source comes back from the journal
-    if unwritable == "refuse":
-        with pytest.raises(PromptError, match=r"tools_kwargs\[.*is a datetime\.date"):
-            run_virtual(act, False, True)
-        return
     first = run_virtual(act, False, True).trajectories[0]
     again = run_virtual(act, False, True).trajectories[0]
     assert seen == [Decimal("1.5")]
@@ -240,59 +190,17 @@ def test_packed_prompt_has_its_messages_as_they_were_given() -> None:
     assert shown.parts[1].content == b""  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    ("message", "fault"),
-    [
-        (
-            Message(role="assistant", tool_calls=(InvalidToolCall(raw="{", reason="cut"),)),  # type: ignore[arg-type]
-            r"\]: expected tool_calls of ToolCall, parts of str and Media",
-        ),
-        (
-            Message(role="user", content="", parts=({"type": "text", "text": "hi"},)),  # type: ignore[arg-type]
-            r"\]: expected tool_calls of ToolCall",
-        ),
-        (Message(role="user", content="hi", extra={"it": object()}), r"\]\.extra\['it'\] is"),
-        ({"role": "user", "content": "\ud800"}, r"\]\['content'\] is a str that"),
-    ],
-)
-def test_packed_prompt_of_a_message_that_no_record_holds_names_the_field(
-    message: Any, fault: str
-) -> None:
-    with pytest.raises(PromptError, match=r"prompts\[0\]\.messages\[0" + fault):
+def test_packed_prompt_of_a_message_that_no_record_holds_names_the_field() -> None:
+    message = Message(role="user", content="hi", extra={"it": object()})
+    with pytest.raises(PromptError, match=r"prompts\[0\]\.messages\[0\]\.extra\['it'\] is"):
         pack_prompt(Prompt(messages=[message]), "prompts[0]")
 
 
-class Odd(Tool):
-    """A tool whose schema no journal can hold."""
-
-    name = "odd"
-    schema: ClassVar[dict[str, Any]] = {
-        "type": "function",
-        "function": {
-            "name": "odd",
-            "parameters": {"type": "object", "properties": {"a": {"default": 2**70}}},
-        },
-    }
-
-    async def open(self, context: Any) -> Any:
-        raise NotImplementedError
-
-
-@pytest.mark.parametrize(
-    ("value", "tools", "fault"),
-    [
-        (2**70, [], "model.chat_template_kwargs.x is an int of more than 64 bits"),
-        ("\ud800", [], "model.chat_template_kwargs.x is a str that UTF-8 cannot hold"),
-        (1, [Odd()], "the schema of tool 'odd'['function']"),
-    ],
-)
-def test_run_that_no_journal_can_hold_is_refused_by_key_or_tool(
-    tmp_path: Path, value: Any, tools: list[Tool], fault: str
-) -> None:
+def test_run_that_no_journal_can_hold_is_refused_by_key(tmp_path: Path) -> None:
     config = config_of(tmp_path / "journal")
-    model = attrs.evolve(config.model, chat_template_kwargs={"x": value})
+    model = attrs.evolve(config.model, chat_template_kwargs={"x": 2**70})
     with pytest.raises(ConfigError) as refused:
-        run(attrs.evolve(config, model=model), prompts("quick"), tools=tools)
+        run(attrs.evolve(config, model=model), prompts("quick"))
     [line] = refused.value.faults
-    assert line.startswith(fault)
+    assert line.startswith("model.chat_template_kwargs.x is an int of more than 64 bits")
     assert not (tmp_path / "journal").exists()

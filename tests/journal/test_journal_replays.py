@@ -10,12 +10,12 @@ import anyio
 import pytest
 
 import rollout
-from journal_material import CALLED, config_of, cut_before_end, prompts, run
+from journal_material import config_of, prompts, run
 from rollout import AgentLoop, ConfigError, Prompt, function_tool
 from rollout.agents import AgentContext, register_agent
 from rollout.config import AgentConfig
 from rollout.runtime.replaying import Replayed, find_record, replay
-from rollout.testing import Scenario, run_virtual, tool_call
+from rollout.testing import Scenario, run_virtual
 from rollout.types import ToolCall
 
 
@@ -70,32 +70,6 @@ def test_replay_gives_conversations_that_are_alike_each_its_own_answer(tmp_path:
     again = replayed(tmp_path / "j", "x")
     assert (again.departure, again.is_beyond) == ("", False)
     assert told(again.trajectory) == told(whole.trajectories[0])
-
-
-@pytest.mark.parametrize("value", [10**30, {"deep": [-(2**64)]}])
-def test_call_that_msgpack_cannot_hold_is_remembered_and_replayed(
-    tmp_path: Path, value: Any
-) -> None:
-    @function_tool
-    async def tell(value: Any) -> str:
-        """Say it again.
-
-        Args:
-            value: Whatever.
-        """
-        CALLED.append((0, 0))
-        return "told"
-
-    scenario = Scenario(seed=1).reply("go", tool_call("tell", value=value)).then("the end")
-    path = tmp_path / "j"
-    run(config_of(path, scenario), prompts("go"), tools=[tell], reward=None)
-    assert len(CALLED) == 1
-    cut_before_end(path)
-    resumed = run(config_of(path, scenario), prompts("go"), tools=[tell], reward=None, resume=True)
-    assert CALLED == []
-    assert resumed.statistics.recalled == 3
-    again = replayed(path, "go")
-    assert (again.departure, again.is_beyond, again.steps) == ("", False, 3)
 
 
 def test_record_of_a_name_that_several_calls_have_is_refused_until_one_is_named(

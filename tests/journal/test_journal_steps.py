@@ -79,7 +79,7 @@ def test_large_calls_of_one_step_at_once_have_keys_of_their_own(
     assert anyio.run(act, True) == 2 * MANY
 
 
-@pytest.mark.parametrize("order", ["abc", "bca", "cba"])
+@pytest.mark.parametrize("order", ["abc", "bca"])
 def test_calls_of_one_step_are_resumed_in_any_order(tmp_path: Path, order: str) -> None:
     halves = {name: half_of(name, 3, lambda n: f"p{n}") for name in "abc"}
 
