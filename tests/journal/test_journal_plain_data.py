@@ -35,10 +35,6 @@ from rollout.tools import ToolResult
 from rollout.types import ToolCall
 
 
-def attached(prompt: Prompt, extra: dict[str, Any]) -> Prompt:
-    return msgspec.structs.replace(prompt, extra=extra)
-
-
 def nested(depth: int, innermost: Any = None) -> Any:
     value = innermost
     for _ in range(depth):
@@ -115,59 +111,51 @@ def test_value_that_would_come_back_as_another_is_refused(value: Any, name: str)
         to_plain({"v": [value]}, "extra")
 
 
-def test_extra_of_a_prompt_is_text_where_text_is_written(tmp_path: Path) -> None:
-    config = config_of(tmp_path / "journal", journal={"unwritable": "text"})
-
-    async def act(resume: bool) -> Trajectory:
-        extra = {"day": date(2026, 1, 31), "it": object(), "n": 1}
-        given = [attached(prompts("quick")[0], extra)]
-        async with rollout.open_rollout(config, resume=resume) as runtime:
-            batch = await runtime.collect(given, 1, step=0)
-            return batch.trajectories[0]
-
-    first = run_virtual(lambda: act(False))
-    assert first.prompt is not None
-    assert first.prompt.extra["day"] == date(2026, 1, 31)
-    again = run_virtual(lambda: act(True))
-    assert again.transcript.ids_bytes() == first.transcript.ids_bytes()
-    (loaded,) = rollout.load_trajectories(tmp_path / "journal")
-    assert loaded.prompt is not None
-    assert loaded.prompt.extra == {
-        "day": "datetime.date(2026, 1, 31)",
-        "it": "<object object>",
-        "n": 1,
-    }
-
-
-def test_ground_truth_that_is_no_plain_data_is_text_where_its_caller_gives_it_again(
+def test_prompt_that_is_no_plain_data_is_text_where_its_caller_gives_it_again(
     tmp_path: Path,
 ) -> None:
     config = config_of(tmp_path / "journal", journal={"unwritable": "text"})
-    fields = {"ground_truth": Decimal("1.5"), "tools_kwargs": {"add": {"day": date(2026, 1, 31)}}}
-    given = [msgspec.structs.replace(prompts("quick")[0], **fields)]
+    fields: dict[str, Any] = {
+        "ground_truth": Decimal("1.5"),
+        "tools_kwargs": {"add": {"day": date(2026, 1, 31)}},
+        "extra": {"it": object(), "n": 1},
+    }
+    given = msgspec.structs.replace(prompts("quick")[0], **fields)
     seen: list[Any] = []
 
-    async def act(pulled: bool, resume: bool) -> rollout.RolloutBatch:
-        async with rollout.open_rollout(
-            config, (), lambda t: seen.append(t.prompt.ground_truth) or 1.0, resume=resume
-        ) as runtime:
-            if pulled:
-                return await runtime.collect(given, 1, step=1)
-            return await runtime.generate(given, step=0)
+    def reward(trajectory: Trajectory) -> float:
+        assert trajectory.prompt is not None
+        seen.append(trajectory.prompt.ground_truth)
+        return 1.0
 
-    with pytest.raises(PromptError, match=r"tools_kwargs\[.*is a datetime\.date"):
-        run_virtual(act, True, False)  # what is left of a source comes back from the journal
-    first = run_virtual(act, False, True).trajectories[0]
-    again = run_virtual(act, False, True).trajectories[0]
+    first = run(config, [given], reward=reward, step=0)
+    again = run(config, [given], reward=reward, step=0, resume=True)
     assert seen == [Decimal("1.5")]
-    assert again.transcript.ids_bytes() == first.transcript.ids_bytes()
+    ids = [each.trajectories[0].transcript.ids_bytes() for each in (first, again)]
+    assert ids[0] == ids[1]
     (loaded,) = rollout.load_trajectories(tmp_path / "journal")
     assert loaded.prompt is not None
     assert loaded.prompt.ground_truth == "Decimal('1.5')"
     assert loaded.prompt.tools_kwargs == {"add": "{'day': datetime.date(2026, 1, 31)}"}
-    given[0] = msgspec.structs.replace(given[0], ground_truth=Decimal("2.5"))
+    assert loaded.prompt.extra == {"it": "<object object>", "n": 1}
+    other = msgspec.structs.replace(given, ground_truth=Decimal("2.5"))
     with pytest.raises(PromptError, match="differs in ground_truth"):
-        run_virtual(act, False, True)
+        run(config, [other], reward=reward, step=0, resume=True)
+
+
+def test_prompt_of_a_source_that_is_no_plain_data_is_refused_though_text_is_written(
+    tmp_path: Path,
+) -> None:
+    """What is left of a source comes back from the journal."""
+    config = config_of(tmp_path / "journal", journal={"unwritable": "text"})
+    given = msgspec.structs.replace(prompts("quick")[0], ground_truth=Decimal("1.5"))
+
+    async def act() -> None:
+        async with rollout.open_rollout(config) as runtime:
+            await runtime.collect([given], 1, step=0)
+
+    with pytest.raises(PromptError, match=r"ground_truth is a decimal\.Decimal"):
+        run_virtual(act)
 
 
 def test_packed_prompt_has_its_messages_as_they_were_given() -> None:

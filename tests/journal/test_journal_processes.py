@@ -105,9 +105,9 @@ def test_journal_of_a_closed_runtime_is_free_while_a_forked_child_lives(tmp_path
 
 def test_generate_on_a_full_disk_waits_and_ends_with_what_there_is(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    scenario = Scenario(seed=2).reply("", filler=200)
+    scenario = Scenario(seed=2).reply("", filler=20)
     limits = LimitsConfig(
-        batch_s=3.0, trajectory_s=3.0, turn_s=3.0, generation_s=3.0, tool_s=3.0, reward_s=3.0
+        batch_s=2.0, trajectory_s=2.0, turn_s=2.0, generation_s=2.0, tool_s=2.0, reward_s=2.0
     )
     config = scenario.config(journal=JournalConfig(path=str(path)), limits=limits)
     prompts = [Prompt(messages=[user(str(at))]) for at in range(4)]
