@@ -13,7 +13,6 @@ import rollout
 from rollout import GroupPolicy, Prompt
 from rollout.config import AgentConfig, LimitsConfig, SchedulingConfig
 from rollout.errors import SourceEnded
-from rollout.scheduling.scheduler import MAX_SOURCES
 from rollout.testing import Scenario, run_virtual
 
 pytestmark = pytest.mark.anyio
@@ -105,16 +104,6 @@ async def closes_what_is_not_over_with_the_runtime() -> None:
     assert loader.log == ["closed", "left"]
 
 
-async def closes_what_was_left_many_sources_ago() -> None:
-    loaders = [Prefetching(100) for _ in range(MAX_SOURCES + 1)]
-    async with rollout.open_rollout(config()) as runtime:
-        for loader in loaders:
-            await runtime.collect(loader.prompts(), 2, policy=ALL)
-        await anyio.sleep(0.05)
-        assert loaders[0].log == ["closed", "left"]
-        assert loaders[1].log == []
-
-
 async def tells_what_a_task_of_the_source_raised() -> None:
     source = Prefetching(4, fails_at=2).prompts()
     async with rollout.open_rollout(config()) as runtime:
@@ -157,33 +146,14 @@ async def gives_up_what_swallows_its_cancellation() -> None:
     assert runtime.statistics().unresponsive == 1
 
 
-async def bears_a_scope_that_nobody_closes() -> None:
-    class Loader:
-        """It has no `aclose`."""
-
-        def __aiter__(self) -> Loader:
-            self._rest = Prefetching(100).prompts()
-            return self
-
-        async def __anext__(self) -> Prompt:
-            return await anext(self._rest)
-
-    loader = Loader()
-    async with rollout.open_rollout(config()) as runtime:
-        assert uids(await runtime.collect(loader, 2, policy=ALL)) == ["p0", "p1"]
-        assert uids(await runtime.collect(loader, 2, policy=ALL)) == ["p2", "p3"]
-
-
 @pytest.mark.parametrize("backend", ["trio", "asyncio"])
 @pytest.mark.parametrize(
     "situation",
     [
         takes_all_of_a_prefetching_source,
         closes_what_is_not_over_with_the_runtime,
-        closes_what_was_left_many_sources_ago,
         tells_what_a_task_of_the_source_raised,
         keeps_its_place_when_a_call_is_cancelled,
-        bears_a_scope_that_nobody_closes,
         gives_up_what_swallows_its_cancellation,
     ],
 )
@@ -201,32 +171,6 @@ async def test_stream_that_its_caller_has_is_not_closed_with_the_runtime() -> No
         async with rollout.open_rollout(config()) as runtime:
             assert uids(await runtime.collect(receive, 2, policy=ALL)) == ["p0", "p1"]
         assert (await receive.receive()).uid == "p2"
-
-
-@pytest.mark.parametrize("backend", ["trio", "asyncio"])
-def test_source_with_an_open_task_group_is_closed_without_a_word(
-    caplog: pytest.LogCaptureFixture, backend: str
-) -> None:
-    has_ended = []
-
-    async def prefetching() -> AsyncIterator[Prompt]:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(anyio.sleep_forever)
-            try:
-                for prompt in prompts(9):
-                    yield prompt
-            finally:
-                has_ended.append(True)
-                tasks.cancel_scope.cancel()
-
-    async def act() -> None:
-        source = prefetching()
-        async with rollout.open_rollout(config()) as runtime:
-            await runtime.collect(source, 2, policy=ALL)
-
-    anyio.run(act, backend=backend)
-    assert has_ended == [True]
-    assert "could not be closed" not in caplog.text
 
 
 async def test_source_that_cannot_be_closed_is_told_of_and_ends_nothing_else(caplog: Any) -> None:

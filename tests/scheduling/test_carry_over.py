@@ -382,36 +382,9 @@ async def test_cancel_between_calls_ends_the_carried_members_that_it_names() -> 
         assert runtime.statistics().carried == 0
 
 
-async def test_explain_says_since_when_a_trajectory_is_carried_and_what_it_waits_for() -> None:
-    scenario = (
-        Scenario(seed=1)
-        .reply("tired", tool_call("nap"))
-        .then("Done.")
-        .reply("slow", filler=3000)
-        .reply("", filler=1000)
-        .timing(base_s=0.01, slope_s=0.0, prefill_tokens_per_s=1e9)
-    )
-    scheduling = SchedulingConfig(samples_per_prompt=1, groups=CARRY, max_in_flight=4)
-    agent = TOOL_AGENT
-    opened = config(scenario, scheduling=scheduling, agent=agent)
-    source = [user("slow", uid="p0"), user("tired", uid="p1"), user("go", uid="p2")]
-    async with rollout.open_rollout(opened, [nap]) as runtime, anyio.create_task_group() as tasks:
-        policy = GroupPolicy(surplus="carry", oversample=3.0)
-        await runtime.collect(source, 1, step=0, policy=policy)  # after 10 s
-        await anyio.sleep(100.0)  # the nap is over in the middle of that
+async def test_explain_says_since_when_a_trajectory_is_carried() -> None:
+    async with carrying() as (runtime, _):
+        await anyio.sleep(100.0)
         carried = runtime.explain().carried
-        waits = {each.uid: [(w.kind, round(w.seconds)) for w in each.waits] for each in carried}
-        assert waits == {"p0": [("held", 100)], "p1": [("held", 100)]}
-        busy = [user("slow", uid=f"b{at}") for at in range(4)]
-        tasks.start_soon(lambda: runtime.generate(busy, step=1))
-        await anyio.sleep(1.0)
-        tasks.start_soon(lambda: runtime.collect([], 2, step=2))
-        await anyio.sleep(2.0)
-        told = runtime.explain()
-        assert [each.uid for each in told.carried] == ["p1"]  # not taken on yet
-        (call,) = [each for each in told.calls if each.name == "collect"]
-        assert [(w.kind, round(w.seconds)) for row in call.trajectories for w in row.waits] == [
-            ("place", 2)
-        ]
-        assert "1 × a place, for 2.0 s: p0/0" in str(told)
-        runtime.cancel()
+        waits = [(each.uid, w.kind, round(w.seconds)) for each in carried for w in each.waits]
+        assert waits == [("p0", "held", 100)] * 2

@@ -89,14 +89,6 @@ async def test_collect_batch_deadline_ends_a_reward_as_in_generate(what: str) ->
         }
 
 
-async def test_stream_groups_left_while_a_group_is_judged_returns_at_once() -> None:
-    async with rollout.open_rollout(config(), group_reward=Judge()) as runtime:
-        began = anyio.current_time()
-        async with runtime.stream_groups(prompts(4)):
-            await anyio.sleep(20.0)
-        assert anyio.current_time() - began == pytest.approx(20.0)
-
-
 async def test_collect_closed_while_a_group_is_judged_closes_at_once() -> None:
     async with anyio.create_task_group() as tasks:
         async with rollout.open_rollout(config(), group_reward=Judge()) as runtime:
@@ -109,27 +101,6 @@ async def test_collect_closed_while_a_group_is_judged_closes_at_once() -> None:
             await anyio.sleep(20.0)
             began = anyio.current_time()
         assert anyio.current_time() - began < 1.0
-
-
-async def test_collect_runtime_cancel_ends_members_whose_group_is_judged() -> None:
-    recorder = Recorder()
-    async with recorder.open_rollout(config(), group_reward=Judge()) as runtime:
-
-        async def cancel() -> None:
-            await anyio.sleep(20.0)
-            assert runtime.cancel("p0", reason="enough") == 2
-            assert runtime.cancel("p0", reason="again") == 0
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(cancel)
-            batch, seconds = await timed(lambda: runtime.collect(prompts(2), 2))
-    assert recorder.anomalies() == []
-    assert seconds > JUDGE_S
-    assert [(t.uid, t.outcome, t.reason, t.reward) for t in batch.trajectories] == [
-        *[("p0", Outcome.CANCELLED, "enough", None)] * 2,
-        ("p1", Outcome.COMPLETED, "", 0.0),
-        ("p1", Outcome.COMPLETED, "", 1.0),
-    ]
 
 
 @pytest.mark.parametrize("surplus", ["cancel", "carry"])

@@ -64,30 +64,6 @@ SLOW = (
 )
 
 
-async def test_engine_dies_a_finished_member_does_not_run_again() -> None:
-    counts: dict[int, int] = {}
-
-    @register_agent("counted")
-    class Counted(AgentLoop):
-        async def run(self, context: AgentContext) -> None:
-            member = context.identity.member
-            counts[member] = counts.get(member, 0) + 1
-            if member:
-                await anyio.sleep(1.0)
-            await context.generate()
-
-    scenario = Scenario(seed=1).reply("", filler=60).fault(die_after_tokens=100)
-    batch = await generate(
-        scenario,
-        [user("go")],
-        agent=AgentConfig(name="counted"),
-        scheduling=SchedulingConfig(samples_per_prompt=2, max_retries=3),
-        recovery=RecoveryConfig(policy="fail"),
-    )
-    assert [t.outcome for t in batch.trajectories] == [Outcome.COMPLETED] * 2
-    assert counts == {0: 1, 1: 2}
-
-
 @pytest.mark.parametrize("policy", ["resume", "restart", "fail"])
 async def test_recovered_member_has_the_tokens_of_an_undisturbed_one(policy: Any) -> None:
     dying = Scenario(seed=1).fault(die_after_tokens=50, replicas=(0,))
@@ -420,27 +396,6 @@ async def test_turn_cancelled_by_the_agents_own_scope_is_cut_and_the_agent_goes_
     assert not mask[first.stop : second.start].any()
 
 
-async def test_cancel_while_a_reward_hangs_keeps_the_tokens_and_the_reason() -> None:
-    async def reward(trajectory: Trajectory) -> float:
-        await anyio.sleep_forever()
-        return 1.0
-
-    async with rollout.open_rollout(OK.config(), reward=reward) as runtime:
-        async with anyio.create_task_group() as tasks:
-
-            async def cancel_later() -> None:
-                await anyio.sleep(5.0)
-                runtime.cancel(reason="enough")
-
-            tasks.start_soon(cancel_later)
-            batch = await runtime.generate([user("go")])
-    (trajectory,) = batch.trajectories
-    assert (trajectory.outcome, trajectory.reason) == (Outcome.CANCELLED, "enough")
-    assert trajectory.reward is None
-    assert not trajectory.trainable
-    assert trajectory.answer == "ok"
-
-
 async def test_cancel_does_not_wait_for_places_that_another_call_holds() -> None:
     config = SLOW.config(scheduling=SchedulingConfig(max_in_flight=1))
     async with rollout.open_rollout(config) as runtime:
@@ -474,24 +429,6 @@ async def test_stream_past_the_failure_budget_everything_is_received_before_the_
                 await anyio.sleep(60.0)  # all of it is over by now
                 received += [trajectory.uid async for trajectory in ends]
     assert sorted(received) == ["prompt-0", "prompt-1", "prompt-2"]
-
-
-async def test_members_cancelled_twice_keep_their_first_reason() -> None:
-    slow = Scenario(seed=1).reply("", filler=5000).timing(base_s=1.0, prefill_tokens_per_s=None)
-    config = slow.config(scheduling=SchedulingConfig(max_in_flight=30))
-    outcomes: list[Any] = []
-    async with rollout.open_rollout(config) as runtime:
-        async with anyio.create_task_group() as tasks:
-
-            async def call() -> None:
-                batch = await runtime.generate([Prompt(messages="go") for _ in range(30)])
-                outcomes.extend((t.outcome, t.reason) for t in batch.trajectories)
-
-            tasks.start_soon(call)
-            await anyio.sleep(3.5)
-            assert runtime.cancel(reason="first") == 30
-            assert runtime.cancel(reason="second") == 0
-    assert outcomes == [(Outcome.CANCELLED, "first")] * 30
 
 
 @pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
