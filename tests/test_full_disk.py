@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -12,7 +11,7 @@ import signal
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from rollout.config import LengthsConfig
 from rollout.journal.index import read_journal
 from rollout.journal.log_file import HEAD, MAGIC, LogFile, read_frames
 from rollout.observe.event_file import EVENTS
-from slow_cases import slow_but
 
 pytestmark = pytest.mark.process
 LENGTHS = LengthsConfig(prompt=8, response=256)
@@ -60,11 +58,9 @@ def spoken(group: int, length: int = 200) -> Trajectory:
     )
 
 
-@pytest.mark.parametrize(
-    ("room", "named"), [(0, TENSORS), (1000, TENSORS), (20_000, TRAJECTORIES), (0, "")]
-)
+@pytest.mark.parametrize(("room", "named"), [(1000, TENSORS), (20_000, TRAJECTORIES)])
 def test_batch_save_without_room_names_path_need_and_room_and_may_be_called_again(
-    tmp_path: Path, room: int, named: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, room: int, named: str
 ) -> None:
     earlier = collate([spoken(7)], LENGTHS, 0)
     earlier.save(tmp_path)
@@ -72,29 +68,18 @@ def test_batch_save_without_room_names_path_need_and_room_and_may_be_called_agai
     batch = collate([spoken(group, 2) for group in range(60)], lengths, 0)
     if named == TRAJECTORIES:
         batch.tensors = batch.tensors[:1]
-    if not named:
-        full = OSError(28, "No space left on device")
-        monkeypatch.setattr("tempfile.mkdtemp", _raising(full))
     with files_up_to(room), pytest.raises(RolloutError) as caught:
         batch.save(tmp_path, overwrite=True)
     said = str(caught.value)
-    what = WHAT_THERE_IS if named else WHAT_THERE_IS.replace("File too large", "No space .*")
-    assert re.fullmatch(f"{re.escape(str(tmp_path / named))} cannot be written: {what}", said)
+    path = re.escape(str(tmp_path / named))
+    assert re.fullmatch(f"{path} cannot be written: {WHAT_THERE_IS}", said)
     assert _needed(said) > sum(len(sample) for sample in _lines(batch))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted((*FILES, META))
     assert RolloutBatch.load(tmp_path).samples == earlier.samples
-    monkeypatch.undo()
     batch.save(tmp_path, overwrite=True)
     written = sum((tmp_path / name).stat().st_size for name in FILES)
     assert [row.uid for row in load_trajectories(tmp_path / TRAJECTORIES)][-1] == "p59"
     assert abs(_needed(said) - written) < 1000  # the header of the tensors
-
-
-def _raising(error: OSError) -> Callable[..., Any]:
-    def fail(*_: object, **__: object) -> Any:
-        raise error
-
-    return fail
 
 
 def _needed(said: str) -> int:
@@ -155,35 +140,6 @@ def test_journal_with_room_for_some_records_has_those_that_fit(tmp_path: Path) -
         assert room < len(MAGIC) + sum(map(len, frames[: len(whole) + 1]))
         os.truncate(path, 0)  # the limit holds for shorter files too
     file.append(frames, syncs=True)
-    assert path.read_bytes() == MAGIC + b"".join(frames)
-    file.close()
-
-
-def test_journal_continues_after_a_part_that_the_system_would_not_take_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, is_faulty = tmp_path / "journal", True
-    os_write, os_ftruncate = os.write, os.ftruncate
-
-    def write(descriptor: int, data: Any) -> int:
-        if is_faulty and path.stat().st_size > 30:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return os_write(descriptor, data[:40] if is_faulty else data)
-
-    def ftruncate(descriptor: int, size: int) -> None:
-        if is_faulty:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        os_ftruncate(descriptor, size)
-
-    monkeypatch.setattr(os, "write", write)
-    monkeypatch.setattr(os, "ftruncate", ftruncate)
-    file = LogFile(path)
-    frames = [make_frame(["record", at]) for at in range(7)]
-    for _ in range(2):
-        with pytest.raises(OSError, match="Read-only file system"):
-            file.append(frames, syncs=False)
-    is_faulty = False
-    file.append(frames, syncs=False)
     assert path.read_bytes() == MAGIC + b"".join(frames)
     file.close()
 
@@ -249,21 +205,6 @@ def test_cli_run_on_a_full_disk_keeps_what_fits_and_exits_with_a_code_of_its_own
     assert len(RolloutBatch.load(folder / "out")) == 4
 
 
-@pytest.mark.slow
-def test_cli_run_overwriting_leaves_the_earlier_batch_until_a_trajectory_has_ended(
-    folder: Path,
-) -> None:
-    assert main(RUN) == 0
-    (folder / "broken_core.py").write_text("class Core:\n    pass\n")
-    options = ("--set", "engine.kind=custom", "--set", "engine.core=broken_core:Core")
-    sys.path.append(str(folder))
-    assert main([*RUN, "--overwrite", *options, "--set", "engine.options.size=1"]) == 3
-    assert len(RolloutBatch.load(folder / "out")) == 4
-    write_prompts(folder, ["quick"])
-    assert main([*RUN, "--overwrite"]) == 0
-    assert len(RolloutBatch.load(folder / "out")) == 1
-
-
 @contextmanager
 def rollout_process(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     process = rollout_command(
@@ -313,16 +254,14 @@ def ended(out: Path) -> int:
     return sum(each.end is not None for each in read_journal(path).trajectories.values())
 
 
-@pytest.mark.parametrize("stream", slow_but(["stdout", "stderr"], "stdout"))
-def test_cli_run_whose_output_cannot_be_written_saves_all_the_same(
-    folder: Path, stream: str
-) -> None:
-    with Path("/dev/full").open("w") as full:
-        streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: full}
-        with rollout_command(*RUN, cwd=folder, **streams) as process:
-            written = process.communicate(timeout=120)
+def test_cli_run_whose_output_cannot_be_written_saves_all_the_same(folder: Path) -> None:
+    with (
+        Path("/dev/full").open("w") as full,
+        rollout_command(*RUN, cwd=folder, stdout=full, stderr=subprocess.PIPE) as process,
+    ):
+        _, errors = process.communicate(timeout=120)
     assert process.returncode == 0
-    assert "Traceback" not in f"{written}"
+    assert "Traceback" not in errors
     assert len(RolloutBatch.load(folder / "out")) == 4
 
 
@@ -340,7 +279,7 @@ def small_disk(place: Path, kilobytes: int) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kilobytes", [8, 64, 100, 256, 1500, 6000])
+@pytest.mark.parametrize("kilobytes", [8, 100, 6000])
 def test_cli_run_on_small_disks_loses_no_line_that_fits(folder: Path, kilobytes: int) -> None:
     write_prompts(folder, ["quick"] * 32)
     out = folder / "out"

@@ -57,15 +57,6 @@ def test_progress_reading_says_done_running_speed_and_calls() -> None:
     assert str(reading) == "12/64 done · 20 running · 312 tok/s · 1,041 tool calls"
 
 
-def test_progress_speed_is_of_the_last_ten_seconds() -> None:
-    meter = ProgressMeter()
-    speeds = [
-        meter.read(second, Counts(generated_tokens=tokens)).tokens_per_s
-        for second, tokens in [(0.0, 0), (5.0, 1000), (10.0, 1000), (15.0, 1000), (20.0, 1500)]
-    ]
-    assert speeds == [0.0, 200.0, 100.0, 0.0, 50.0]
-
-
 def test_time_left_is_not_said_before_there_is_ground() -> None:
     left = TimeLeft()
     assert [left.read(float(now), now, 100) for now in range(10)] == [None] * 10
@@ -88,17 +79,10 @@ def test_time_left_grows_where_the_pace_slows_and_is_withdrawn_where_nothing_end
     assert stuck[-1] is None
 
 
-def test_time_left_of_a_batch_that_has_ended_is_not_said() -> None:
-    left = TimeLeft()
-    assert [left.read(float(now), min(now, 50), 50) for now in range(60)][-1] is None
-
-
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [
-        (3.0, "some seconds left"),
         (44.0, "about 40 s left"),
-        (130.0, "about 2 min left"),
         (8000.0, "about 2.2 h left"),
     ],
 )
@@ -188,18 +172,6 @@ async def test_progress_on_terminal_keeps_one_line_and_removes_it() -> None:
     assert text.endswith("\x1b[2K")  # and the line is gone
 
 
-@pytest.mark.anyio
-async def test_progress_cancelled_shows_where_it_got_to() -> None:
-    console, counts = plain(), Counts(admitted=1, running=1)
-    with ProgressDisplay(console) as display:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(show_progress, display, "starting", lambda: counts)
-            await anyio.sleep(1)
-            counts.finished, counts.running, counts.generated_tokens = 1, 0, 50
-            tasks.cancel_scope.cancel()
-    assert shown(console).splitlines()[-1] == "1/1 done · 0 running · 50 tok/s · 0 tool calls"
-
-
 def spoken() -> Transcript:
     transcript = Transcript()
     transcript.append_prompt(encode_text("What is 2+2?"))
@@ -233,12 +205,6 @@ def test_transcript_on_terminal_is_coloured_with_a_legend() -> None:
         f"{yellow}observation, not trained{off}\n"
         f"{dim}What is 2+2?{off}{green}add(2, 2){off}{yellow}[4]{off}\n{green}4.{off}\n"
     )
-
-
-def test_transcript_on_terminal_without_colours_is_marked() -> None:
-    console = terminal(no_color=True)
-    print_transcript(console, spoken(), decode_ids)
-    assert "[trained] 9 tokens\nadd(2, 2)\n" in shown(console)
 
 
 def test_transcript_with_long_prompt_says_what_it_left_out() -> None:
@@ -307,12 +273,3 @@ def test_groups_are_a_table_with_a_line_each() -> None:
         "What is 2+2?  4       1.00 0.00  2 completed                        4 4    11 11",
         "What is 2+2?  4       - 0.50     1 failed (agent), 1 length (turn)  4 4    11 0",
     ]
-
-
-def test_groups_take_the_question_that_extra_names() -> None:
-    console = Console(file=io.StringIO(), width=120)
-    prompt = Prompt(messages=[], extra={"question": "q" * 61})
-    batch = collate([row(0, 0)], LengthsConfig(prompt=16, response=16), 0)
-    batch.trajectories[0].prompt = prompt
-    console.print(group_table(batch, is_plain=True))
-    assert shown(console).splitlines()[1].startswith("q" * 59 + "…  ")
