@@ -188,7 +188,7 @@ FAULTS: dict[str, tuple[Act | str, ...]] = {
     "garbage": (strike("garbage"),),
     "all of them": (strike("cut", "engine-0"), kill, strike("garbage", "engine-2"), "suspend"),
 }
-IN_CI = (("kill -9", "asyncio"), ("all of them", "trio"))
+IN_CI = (("all of them", "trio"),)
 CASES = [
     pytest.param(name, backend, marks=() if (name, backend) in IN_CI else pytest.mark.slow)
     for name in FAULTS
