@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio  # noqa: TID251  (what such rewards run on)
+import ctypes
 import functools
 import os
-import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ def score(trajectory: Trajectory) -> float:
         case "real-time":
             os.kill(os.getpid(), 40)  # a signal without a name
         case "hang":  # without ever letting another thread run
-            re.match(r"(a+)+$", "a" * 60 + "b")
+            ctypes.PyDLL(None).sleep(600)
         case "raise":
             raise OSError("no judge")
         case "leave":

@@ -325,13 +325,10 @@ async def test_stream_groups_finished_groups_that_are_too_old_begin_again() -> N
     assert set(taken) == {f"p{at}" for at in range(had)}
 
 
-async def test_carried_members_that_get_no_place_are_cancelled_once_with_their_tokens() -> None:
+@asynccontextmanager
+async def crowded() -> AsyncIterator[tuple[Any, Counted]]:
+    """A runtime that carries both members of p0, and whose places another call has."""
     scheduling = SchedulingConfig(samples_per_prompt=2, groups=CARRY, max_in_flight=4)
-
-    async def cancel() -> None:
-        await anyio.sleep(2.0)
-        assert runtime.cancel("p0", reason="enough") == 2
-
     async with (
         carrying(scheduling=scheduling) as (runtime, source),
         anyio.create_task_group() as tasks,
@@ -339,14 +336,35 @@ async def test_carried_members_that_get_no_place_are_cancelled_once_with_their_t
         busy = [user("slow", uid="a"), user("slow", uid="b")]
         tasks.start_soon(lambda: runtime.generate(busy, step=1))
         await anyio.sleep(1.0)
+        yield runtime, source
+        runtime.cancel(reason="over")
+
+
+async def test_carried_members_that_get_no_place_are_cancelled_once_with_their_tokens() -> None:
+    async def cancel() -> None:
+        await anyio.sleep(2.0)
+        assert runtime.cancel("p0", reason="enough") == 2
+
+    async with crowded() as (runtime, source), anyio.create_task_group() as tasks:
         tasks.start_soon(cancel)
         batch = await runtime.collect(source, 1, step=2, policy=ALONE)
         ends = [(t.uid, t.member, t.outcome, t.reason) for t in batch.trajectories]
         assert ends == [("p0", member, Outcome.CANCELLED, "enough") for member in (0, 1)]
         assert all(t.transcript.generated_length > 0 for t in batch.trajectories)
-        runtime.cancel(reason="over")
     statistics = runtime.statistics()
     assert statistics.admitted == statistics.finished == 8
+
+
+@pytest.mark.parametrize(("surplus", "left"), [("cancel", (0, 2)), ("carry", (2, 0))])
+async def test_carried_members_that_got_no_place_end_with_their_call_as_surplus_says(
+    surplus: Any, left: tuple[int, int]
+) -> None:
+    async with crowded() as (runtime, source):
+        with anyio.move_on_after(2.0):
+            policy = GroupPolicy(oversample=1.0, surplus=surplus)
+            await runtime.collect(source, 1, step=2, policy=policy)
+        statistics = runtime.statistics()
+        assert (statistics.carried, statistics.outcomes.get("cancelled", 0)) == left
 
 
 async def test_cancel_between_calls_ends_the_carried_members_that_it_names() -> None:

@@ -231,20 +231,6 @@ async def test_reward_that_swallows_its_end_and_returns_counts_for_nothing(ends:
         assert not each.trainable
 
 
-async def test_members_whose_group_the_batch_deadline_ends_before_its_reward_say_so() -> None:
-    async def wait(trajectory: Trajectory) -> float:
-        await anyio.sleep(1000.0 if trajectory.member == 0 else 0.0)
-        return 0.0
-
-    batch = await run(by_length, 1, reward=wait, batch_s=100, reward_s=2000)
-    ends = [(each.outcome, each.reason) for each in batch.trajectories]
-    assert ends == [
-        (Outcome.DEADLINE, "reward"),
-        *[(Outcome.DEADLINE, "group_reward")] * (MEMBERS - 1),
-    ]
-    assert {each.limit_source for each in batch.trajectories} == {"limits.batch_s"}
-
-
 async def test_group_reward_overlaps_the_generation_of_other_groups() -> None:
     called: list[tuple[str, float]] = []
 

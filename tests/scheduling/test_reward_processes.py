@@ -110,7 +110,7 @@ def user(text: str = "go", **fields: Any) -> Prompt:
 async def test_reward_processes_among_many_those_that_fail_fail_alone() -> None:
     does = {2: "abort", 4: "exit", 6: "leave", 8: "hang", 10: "raise"}
     prompts = [user(extra={"does": does[at]} if at in does else {}) for at in range(12)]
-    batch = await rewarded(prompts, isolated_rewards.score, processes=2, reward_s=2.0)
+    batch = await rewarded(prompts, isolated_rewards.score, processes=2, reward_s=4.0)
     failed = {at: each for at, each in enumerate(batch.trajectories) if each.reward is None}
     assert sorted(failed) == sorted(does)
     assert {each.reward for each in batch.trajectories} == {None, 1.0}
@@ -122,7 +122,7 @@ async def test_reward_processes_among_many_those_that_fail_fail_alone() -> None:
         "leave": ("SystemExit", "3"),
         "hang": (
             "LimitExceeded",
-            "limits.reward_s = 2 s is over: the reward function had not returned; its process was "
+            "limits.reward_s = 4 s is over: the reward function had not returned; its process was "
             "killed, and another one takes its place",
         ),
         "raise": ("OSError", "no judge"),

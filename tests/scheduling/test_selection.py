@@ -84,16 +84,6 @@ async def test_selection_of_an_open_stream_counts_what_runs_as_cut_off(whole: fl
         assert found[f"selection/{name}"] == pytest.approx(left[f"selection/{name}"], rel=0.05)
 
 
-async def test_selection_counts_members_that_their_groups_deadline_ended_as_cut_off(
-    whole: float,
-) -> None:
-    batch = await collected(COUNT, group_s=0.8)
-    found = batch.metrics
-    assert found["selection/length/finished"] < found["selection/length/started"] < whole
-    assert found["selection/length_bias"] == pytest.approx(mean(batch) / whole, abs=0.12)
-    assert found["selection/length_bias"] < 0.7
-
-
 @pytest.mark.parametrize(
     ("outcome", "reason", "source", "is_cut"),
     [
