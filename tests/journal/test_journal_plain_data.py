@@ -35,8 +35,8 @@ from rollout.tools import ToolResult
 from rollout.types import ToolCall
 
 
-def nested(depth: int, innermost: Any = None) -> Any:
-    value = innermost
+def nested(depth: int) -> Any:
+    value: Any = None
     for _ in range(depth):
         value = [value]
     return value

@@ -51,7 +51,6 @@ async def run(
     scenario: Scenario = SPOKEN,
     reward: Any = None,
     during: Callable[[Any], Awaitable[None]] | None = None,
-    max_in_flight: int = 1024,
     retries: int = 0,
     **limits: float,
 ) -> RolloutBatch:
@@ -60,9 +59,7 @@ async def run(
         lengths=LENGTHS,
         limits=LimitsConfig(**limits),
         rewards=RewardsConfig(retries=retries),
-        scheduling=SchedulingConfig(
-            samples_per_prompt=MEMBERS, max_in_flight=max_in_flight, max_failures=None
-        ),
+        scheduling=SchedulingConfig(samples_per_prompt=MEMBERS, max_failures=None),
     )
     given = [user(f"p{at}") for at in range(prompts)] if isinstance(prompts, int) else prompts
     async with recorder.open_rollout(config, [add], reward, group_reward=group_reward) as runtime:

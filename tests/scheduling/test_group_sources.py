@@ -1,4 +1,4 @@
-"""Sources of groups: where they were left, when they begin again, and what they may raise."""
+"""Sources of groups: where they were left, when they begin again, what they leave and raise."""
 
 from __future__ import annotations
 

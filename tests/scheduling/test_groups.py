@@ -354,22 +354,6 @@ async def test_stream_groups_staleness_is_bounded_and_no_work_is_thrown_away(
         assert runtime.statistics().outcomes["completed"] >= 30
 
 
-async def test_stream_groups_version_that_rises_too_often_is_said(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    lengths = Scenario(seed=2).reply("", filler={"median": 50, "sigma": 1.5, "max": 4000})
-    async with rollout.open_rollout(config(lengths, max_in_flight=12)) as runtime:
-        ages = []
-        async with runtime.stream_groups(Counted(), max_staleness=1, groups_per_step=3) as groups:
-            for version in range(15):
-                group = await anext(groups)
-                assert group.min_version is not None
-                ages.append(version - group.min_version)
-                await runtime.update_weights(version=version + 1, source=DiskWeights("."))
-    assert max(ages) > 1
-    assert caplog.text.count("max_staleness = 1: that holds where the version rises by one") == 1
-
-
 async def test_stream_groups_version_does_not_rise_admission_waits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
