@@ -169,7 +169,7 @@ def test_packed_prompt_has_its_messages_as_they_were_given() -> None:
         Message(role="assistant", tool_calls=(call,), name="it"),
         Message(role="user", content="see", parts=("see", picture)),
     ]
-    prompt = Prompt(messages=messages)
+    prompt = Prompt(messages=messages, uid="it", tools=["add"], ground_truth=[4], priority=2)
     packed = pack_prompt(prompt, "prompts[0]")
     media = KnownContents(find_media(prompt).get, "here")
     assert read_prompt(packed, media=media) == prompt
