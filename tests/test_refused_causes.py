@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,10 +104,19 @@ async def test_collect_names_the_deadline_of_groups_that_are_replaced() -> None:
     )
 
 
-async def test_stream_that_gives_up_names_the_first_cause_too() -> None:
-    policy = GroupPolicy(accept=has_signal, max_refused=1)
+async def test_stream_gives_up_once_so_many_were_refused_one_after_the_other() -> None:
+    judged: list[str] = []
+    taken: list[str] = []
+
+    def accept(group: rollout.Group) -> bool:
+        judged.append(group.uid)
+        return len(judged) in (2, 4)
+
+    policy = GroupPolicy(accept=accept, max_refused=1)
     async with rollout.open_rollout(config()) as runtime:
         with pytest.raises(LimitExceeded, match="one after the other were refused") as caught:
             async with runtime.stream_groups(endless("generates"), policy=policy) as groups:
-                await anext(groups)
-    assert re.search(r"the first: 'p\d', by has_signal with the rewards 3 × 1", str(caught.value))
+                async for group in groups:
+                    taken.append(group.uid)  # noqa: PERF401  (it ends with an error)
+    assert taken == [judged[1], judged[3]]
+    assert f"the first: {judged[4]!r}, by accept" in str(caught.value)
