@@ -185,7 +185,7 @@ def test_driver_dies_before_it_says_what_to_run_the_child_ends(tmp_path: Path) -
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
+@pytest.mark.parametrize("anyio_backend", slow_but(["trio", "asyncio"], "asyncio"))
 async def test_close_while_a_fork_holds_the_pipe_closes_the_core(tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     async with pool_of("ClosingCore", str(notes)).serving():

@@ -44,6 +44,7 @@ ENGINES: dict[str, Any] = {
 MARKS: dict[tuple[str, str], Any] = {
     ("transformers", "local_process"): [pytest.mark.model, pytest.mark.slow],
     ("transformers", "ray"): [pytest.mark.model, pytest.mark.slow],
+    ("simulated", "ray"): [pytest.mark.slow],
     ("custom", "ray"): [pytest.mark.slow],
 }
 PAIRS = [

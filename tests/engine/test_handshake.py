@@ -21,14 +21,11 @@ from rollout.engine.channel.handshake import (
 )
 from rollout.engine.channel.messages import (
     PROTOCOL_VERSION,
-    Abort,
     Challenge,
     ChannelSettings,
     ClientExpectations,
     FrameError,
-    FromClient,
     Hello,
-    Refused,
     Welcome,
     client_messages,
     server_messages,
@@ -43,71 +40,6 @@ SECRET = b"s" * 32
 INFO = EngineInfo(
     vocab_size=10, eos_ids=(1,), context_length=99, fingerprint="f", max_requests=4, core="c"
 )
-
-
-def open_to_client(stream: MemoryByteStream) -> FrameStream[FromClient]:
-    """The engine's side of a connection."""
-    return FrameStream(stream, client_messages)
-
-
-async def read_all(frames: FrameStream[FromClient], count: int) -> list[object]:
-    received: list[object] = []
-    while len(received) < count:
-        received += await frames.read()
-    return received
-
-
-@pytest.mark.parametrize("max_read", [1, 3, None])
-async def test_frames_short_reads_arrive_complete_and_in_order(max_read: int | None) -> None:
-    left, right = memory_stream_pair(max_read=max_read)
-    sender, receiver = open_to_client(left), open_to_client(right)
-    sent = [Abort(f"{n}" * (1 + 50 * n)) for n in range(8)]
-    for message in sent:
-        sender.send_nowait(message)
-    await sender.flush()
-    assert await receiver.read_one() == sent[0]
-    assert await read_all(receiver, 7) == sent[1:]
-
-
-async def test_frames_message_that_cannot_be_encoded_leaves_the_stream_intact() -> None:
-    left, right = memory_stream_pair()
-    sender = open_to_client(left)
-    sender.send_nowait(Abort("1"))
-    with pytest.raises(OverflowError):
-        sender.send_nowait(Hello(2**70, b"", b""))
-    sender.send_nowait(Abort("2"))
-    await sender.flush()
-    assert await read_all(open_to_client(right), 2) == [Abort("1"), Abort("2")]
-
-
-@pytest.mark.parametrize(
-    ("sent", "error", "said"),
-    [
-        (b"", anyio.EndOfStream, "^$"),
-        (b"\x10\0\0\0abc", FrameError, "ended in the middle of a frame"),
-        (b"\xff\xff\xff\xff", FrameError, "4294967295 bytes was announced; 65536 at most"),
-    ],
-)
-async def test_read_peer_closes_says_whether_within_a_frame_or_one_that_is_too_long(
-    sent: bytes, error: type[Exception], said: str
-) -> None:
-    left, right = memory_stream_pair()
-    if sent:
-        await left.send(sent)
-    await left.aclose()
-    with pytest.raises(error, match=said):
-        await open_to_client(right).read()
-
-
-async def test_send_peer_reads_nothing_waits_at_the_window() -> None:
-    left, right = memory_stream_pair()
-    with anyio.move_on_after(1) as scope:
-        for _ in range(5):
-            await left.send(b"x" * 300_000)
-    assert scope.cancelled_caught
-    received = 0
-    while received < 4 * 300_000:
-        received += len(await right.receive(1 << 20))
 
 
 Peer = Callable[[FrameStream[Any]], Awaitable[object]]
@@ -177,18 +109,6 @@ async def test_handshake_other_protocol_version_names_both() -> None:
 
     _, error = await shake(older, connect())
     assert str(error) == "the engine speaks protocol version 3; this driver 5"
-
-
-async def test_handshake_client_sends_something_else_first_is_refused() -> None:
-    async def rude(frames: FrameStream[Any]) -> object:
-        frames.send_nowait(Abort("1"))
-        await frames.flush()
-        await frames.read_one()
-        return await frames.read_one()
-
-    hello, answer = await shake(serve, rude)
-    assert isinstance(hello, FrameError)
-    assert answer == Refused("expected a hello, got Abort")
 
 
 @pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])

@@ -15,7 +15,7 @@ from rollout.engine import GenerationRequest, SamplingParams
 from rollout.engine.core import Chunk, pack_ids
 from rollout.engine.cores.http import HttpCore
 from rollout.engine.pool.generation import Generation
-from rollout.errors import EngineError, TemplateError
+from rollout.errors import EngineError
 from rollout.medium import Media, PlacedMedia
 from rollout.testing import simulated_tokenizer
 from slow_cases import slow_but
@@ -125,13 +125,6 @@ async def test_http_tokenizer_alone_says_what_the_server_does_not(tmp_path: Path
         assert core.info.context_length == 2042
 
 
-async def test_http_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    async with recorded_server() as server:
-        with pytest.raises(TemplateError, match="the directory holds none"):
-            async with opened(server, str(tmp_path)):
-                pytest.fail("opened")
-
-
 @pytest.mark.parametrize(
     ("facts", "sent"),
     [
@@ -221,23 +214,17 @@ async def test_http_vllm_abort_closes_the_connection(model: str) -> None:
             assert core.load().running == 0
 
 
-@pytest.mark.parametrize("api", ["sglang", "vllm"])
-async def test_http_text_with_separators_of_lines_is_no_end_of_an_event(
-    model: str, api: str
-) -> None:
-    path, name = {
-        "sglang": ("/generate", "sglang_generate.txt"),
-        "vllm": ("/v1/completions", "vllm_completions.txt"),
-    }[api]
-    events = (RECORDED / name).read_text().replace("data: {", 'data: {"note":"\u2028\u2029\x85",')
+async def test_http_text_with_separators_of_lines_is_no_end_of_an_event(model: str) -> None:
+    recorded_text = (RECORDED / "vllm_completions.txt").read_text()
+    events = recorded_text.replace("data: {", 'data: {"note":"\u2028\u2029\x85",')
 
     async def stream(_: dict[str, Any], send: Callable[[str], Awaitable[None]]) -> None:
         for start in range(0, len(events), 7):  # pieces that begin and end anywhere
             await send(events[start : start + 7])
 
     async with recorded_server() as server:
-        server.on_stream(f"POST {path}", stream)
-        async with opened(server, model, api) as core:
+        server.on_stream("POST /v1/completions", stream)
+        async with opened(server, model, "vllm") as core:
             generation, last = await collect(core, asked(temperature=1.0))
     assert (generation.ids.tolist()[:3], last.error) == ([94, 300, 24], "")
 
@@ -297,16 +284,15 @@ async def test_http_server_that_refuses_us_is_an_error_at_once(model: str) -> No
             await HttpCore(url=server.url, model=model).start()
 
 
-@pytest.mark.parametrize("api", ["sglang", "vllm"])
-async def test_http_image_is_refused_by_name(model: str, api: str) -> None:
+async def test_http_image_is_refused_by_name(model: str) -> None:
     medium = Media(kind="image", content=b"x", mime="image/png", width=1, height=1)
     request = asked()
     request.media = (PlacedMedia(medium, 0, 1),)
-    async with recorded_server() as server, opened(server, model, api) as core:
+    async with recorded_server() as server, opened(server, model) as core:
         _, last = await collect(core, request)
     assert last.finish_reason == "error"
     assert last.error == (
-        f"http: {api} takes no images; it takes text only: images and token ids together are for "
+        "http: sglang takes no images; it takes text only: images and token ids together are for "
         "engine.kind = 'sglang'"
     )
     assert server.bodies == []

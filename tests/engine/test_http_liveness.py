@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.anyio
 Api = Literal["sglang", "vllm"]
-APIS = ("sglang", "vllm")
 Send = Callable[[str], Awaitable[None]]
 GENERATE = {"sglang": "/generate", "vllm": "/v1/completions"}
 
@@ -236,24 +235,6 @@ async def ask(pool: EnginePool, generation: Generation | None = None) -> list[in
     return (await generate(pool, [5, 6, 7], 10, generation)).ids.tolist()
 
 
-@pytest.mark.parametrize("api", APIS)
-async def test_http_server_that_is_full_is_not_lost(
-    api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = Server(seconds=40)
-    answers: list[list[int]] = []
-
-    async def collect(pool: EnginePool) -> None:
-        answers.append(await ask(pool))
-
-    async with serving(server, tmp_path, monkeypatch, api) as (pool, _):
-        async with anyio.create_task_group() as tasks:
-            for _ in range(4):
-                tasks.start_soon(collect, pool)
-    assert answers == [[3, 4]] * 4
-    assert len(server.posts(GENERATE[api])) == 4
-
-
 async def test_http_abort_leaves_at_once_where_all_places_are_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,8 +253,7 @@ async def test_http_abort_leaves_at_once_where_all_places_are_taken(
     assert len(server.posts("/generate")) == 4
 
 
-@pytest.mark.parametrize("api", APIS)
-@pytest.mark.parametrize("kind", ["busy", "failing"])
+@pytest.mark.parametrize(("kind", "api"), [("busy", "sglang"), ("failing", "vllm")])
 async def test_http_server_in_a_long_step_or_paused_is_not_lost(
     kind: str, api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,7 +282,7 @@ async def test_http_sglang_is_never_asked_for_its_health(
 
 @pytest.mark.parametrize(
     ("api", "loss", "lasts_s"),  # a machine that is silent is waited for longer than a step takes
-    [("sglang", "die", 30), ("vllm", "die", 30), ("sglang", "fall_silent", 400)],
+    [("vllm", "die", 30), ("sglang", "fall_silent", 400)],
 )
 async def test_http_server_that_is_gone_is_lost_and_its_requests_resume(
     api: Api, loss: str, lasts_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -322,43 +302,22 @@ async def test_http_server_that_is_gone_is_lost_and_its_requests_resume(
         assert len(server.posts(GENERATE[api])) == 2
 
 
-@pytest.mark.parametrize("api", APIS)
 async def test_http_answer_that_is_cut_by_a_server_that_lives_resumes(
-    api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = Server(seconds=10)
-    async with serving(server, tmp_path, monkeypatch, api) as (pool, network):
+    async with serving(server, tmp_path, monkeypatch) as (pool, network):
         generation = Generation()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask, pool, generation)
             await anyio.sleep(5)
             network.cut()
         assert generation.ids.tolist() == [3, 4, 5]
-        assert (generation.resumes, len(server.posts(GENERATE[api]))) == (1, 2)
+        assert (generation.resumes, len(server.posts("/generate"))) == (1, 2)
         assert [each.starts for each in pool.statistics()] == [1]
 
 
-async def test_http_answers_that_are_always_cut_fail_after_twenty(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server = Server(seconds=10)
-    async with serving(server, tmp_path, monkeypatch) as (pool, network):
-
-        async def cut_all() -> None:
-            while True:
-                await anyio.sleep(3)
-                network.cut()
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(cut_all)
-            generation = Generation()
-            with pytest.raises(EngineError, match=r"^20 connections were lost with the request"):
-                await generate(pool, [5, 6, 7], 100, generation)
-            tasks.cancel_scope.cancel()
-        assert generation.count == len(server.posts("/generate")) == 20  # a token each
-
-
-@pytest.mark.parametrize("status", [429, 502, 503, 504])
+@pytest.mark.parametrize("status", [429, 503])
 async def test_http_server_that_takes_no_request_now_is_asked_again(
     status: int,
     tmp_path: Path,

@@ -7,6 +7,7 @@ import socket
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -182,3 +183,22 @@ async def test_broadcast_from_another_process_reaches_every_replica(models: list
     for answer in answers:
         assert answer.versions == [[8, 40]]
         assert list(answer.ids) == greedy(models[1], [5, 6, 7], 40)
+
+
+def test_stage_leaves_weights_of_another_container_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = TensorWeights({"a": torch.zeros(2)}, directory=str(tmp_path))
+    real = os.stat
+    with monkeypatch.context() as elsewhere:  # another namespace, where this number is somebody's
+        elsewhere.setattr(os, "getpid", lambda: 2**22 + 1)
+        other = SimpleNamespace(st_ino=7)
+        elsewhere.setattr(
+            os,
+            "stat",
+            lambda path, **how: other if str(path).endswith("/ns/pid") else real(path, **how),
+        )
+        theirs = stage(weights)
+    ours = stage(weights)
+    assert Path(theirs).exists()
+    assert Path(ours).exists()

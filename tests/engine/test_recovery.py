@@ -186,12 +186,11 @@ LAST_WORDS = {
 
 
 @pytest.mark.parametrize("poison", LAST_WORDS)
-@pytest.mark.parametrize("siblings", [0, 12])
 async def test_poison_fails_after_three_engines_and_its_siblings_go_on(
-    poison: str, siblings: int, cores: list[Any], caplog: pytest.LogCaptureFixture
+    poison: str, cores: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with pool_of(4, options={"token_s": 0.1, "poison": poison}).serving() as pool:
-        others = [Generation() for _ in range(siblings)]
+        others = [Generation() for _ in range(12)]
         doomed = Generation()
         async with anyio.create_task_group() as tasks:
             for number, other in enumerate(others):
@@ -350,18 +349,6 @@ async def test_remove_replica_in_a_hurry_its_requests_go_on_elsewhere(cores: lis
         assert (generation.resumes, len(generation.parts)) == (1, 2)
 
 
-async def test_remove_replica_cancelled_while_it_drains_the_replica_stays(
-    cores: list[Any],
-) -> None:
-    async with pool_of(1).serving() as pool:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(ask, pool, [5, 100], 6)
-            await anyio.sleep(1.5)
-            with anyio.move_on_after(1):
-                await pool.remove_replica("engine-0")
-        assert list((await ask(pool, [5, 100], 2)).ids) == [101, 102]
-
-
 async def test_drained_replica_dies_it_comes_back_drained(cores: list[Any]) -> None:
     async with pool_of(2).serving() as pool:
         pool.drain("engine-0")
@@ -423,7 +410,7 @@ def user(text: str) -> Prompt:
     return Prompt(messages=[{"role": "user", "content": text}], uid="p")
 
 
-@pytest.mark.parametrize("sampling", [{}, {"presence_penalty": 0.1}, {"frequency_penalty": -1}])
+@pytest.mark.parametrize("sampling", [{}, {"presence_penalty": 0.1}])
 async def test_trajectory_says_what_was_done_about_it(sampling: dict[str, float]) -> None:
     scenario = Scenario(seed=1).reply("", filler=100).fault(die_after_tokens=150, replicas=(0,))
     recorder = Recorder()

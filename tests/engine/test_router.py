@@ -18,7 +18,7 @@ from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
 from rollout.engine.routing import STRATEGIES, Dispatch
 from rollout.engine.routing import router as routing
-from rollout.engine.routing.router import PREFILL_WEIGHT, PROMPT_LOAD
+from rollout.engine.routing.router import PREFILL_WEIGHT
 from rollout.errors import ConfigError
 from rollout.testing import run_virtual
 
@@ -187,27 +187,6 @@ def test_report_measures_who_is_slow_and_new_ones_go_elsewhere() -> None:
     assert counts["slow"] < 0.55 * counts["fast"]
 
 
-def test_report_noise_of_speed_breaks_no_tie() -> None:
-    router = router_of("a", "b", "c")
-    for number in range(3):
-        send(router, f"busy {number}")
-    feed_reports(router, {"a": 2900, "b": 3000, "c": 3100}, seconds=30)
-    for number in range(300):
-        router.release(send(router, f"s{number}"), generated=10)
-    served = [r.served for r in router.statistics().replicas]
-    assert max(served) - min(served) <= 1
-
-
-def test_report_of_one_replica_is_silent_the_others_are_priced_without_it() -> None:
-    router = router_of("slow", "usual", "silent")
-    for number in range(3):
-        send(router, f"busy {number}")
-    feed_reports(router, {"slow": 1000, "usual": 3000}, seconds=30)
-    slow, usual, silent = (r.speed for r in router.statistics().replicas)
-    assert slow < 0.5 * usual
-    assert silent == 1.0
-
-
 def speed_after(reports: list[tuple[float, EngineLoad]]) -> float:
     """Of the first of three replicas, of which the others make 3000 tokens a second."""
     router = router_of("a", "b", "c")
@@ -263,17 +242,6 @@ def test_assign_other_groups_are_not_drawn_there() -> None:
     assert send(router, "m1", group_id="g", prompt_tokens=4000).fresh_tokens == 4000
 
 
-def test_assign_a_moving_member_pays_only_what_the_group_does_not_share() -> None:
-    router = router_of("a", "b")
-    router.drain("b")
-    router.release(send(router, "m0", group_id="g", prompt_tokens=1000), generated=500)
-    router.drain("a")
-    router.resume("b")
-    send(router, "m1", group_id="g", prompt_tokens=1000)
-    moved = send(router, "m0", group_id="g", prompt_tokens=1600)
-    assert (moved.replica.name, moved.fresh_tokens) == ("b", 600)
-
-
 def test_assign_branch_of_a_trajectory_in_no_group_goes_where_its_trunk_is() -> None:
     router = router_of("a", "b")
     trunk = send(router, "m0", prompt_tokens=4000)
@@ -315,17 +283,6 @@ def test_ties_are_shared_by_weight_on_an_idle_set(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_ties_who_was_passed_over_is_not_flooded_afterwards(strategy: str) -> None:
-    router = router_of("a", "b", strategy=strategy)
-    router.drain("b")
-    for number in range(100):
-        router.release(send(router, f"s{number}"), generated=5)
-    router.resume("b")
-    names = [place(router, f"t{number}") for number in range(10)]
-    assert sorted(names) == ["a"] * 5 + ["b"] * 5
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ties_a_new_replica_is_not_flooded_by_those_before_it(strategy: str) -> None:
     router = router_of("a", "b", strategy=strategy)
     for number in range(1000):
@@ -334,17 +291,6 @@ def test_ties_a_new_replica_is_not_flooded_by_those_before_it(strategy: str) -> 
     for number in range(30):
         router.release(send(router, f"t{number}"), generated=100)
     assert router.statistics().replicas[2].served == 10
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_weights_share_the_load(strategy: str) -> None:
-    router = Router(strategy=strategy)
-    router.add("light", 10_000)
-    router.add("heavy", 10_000, weight=3)
-    for number in range(4000):
-        send(router, f"s{number}")
-    counts = in_flight(router)
-    assert counts["heavy"] / 4000 == pytest.approx(0.75, rel=0.01)
 
 
 # Who may get something.
@@ -395,30 +341,6 @@ def test_remove_and_add_again_keeps_the_counts_and_forgets_the_cache() -> None:
     assert (again.replica.name, again.fresh_tokens) == ("a", 500)
 
 
-def test_add_a_live_replica_again_is_refused_and_keeps_its_counts() -> None:
-    router = router_of("a")
-    send(router, "s")
-    with pytest.raises(ValueError, match=r"^replica 'a' is routed to already$"):
-        router.add("a", 10)
-    assert in_flight(router) == {"a": 1}
-
-
-def test_add_without_room_or_weight_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^replica 'a': capacity = 0, weight = 1\.0; expected"):
-        Router().add("a", 0)
-    with pytest.raises(ValueError, match=r"^replica 'a': capacity = 1, weight = 0; expected"):
-        Router().add("a", 1, weight=0)
-
-
-def test_unknown_replicas_are_named_and_their_reports_ignored() -> None:
-    router = router_of("a")
-    for act in (router.remove, router.drain, router.resume):
-        with pytest.raises(KeyError, match="no replica 'x' is routed to"):
-            act("x")
-    router.report("x", EngineLoad(running=3))
-    assert place(router, "s", avoid="x") == "a"
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_stale_weights_get_nothing(strategy: str) -> None:
     router = Router(strategy=strategy)
@@ -460,41 +382,6 @@ def test_strategies_of_the_configuration_are_those_of_the_router() -> None:
 # What it says of itself.
 
 
-def test_repr_is_readable() -> None:
-    assert repr(Router()) == "<Router estimated_seconds: no replicas>"
-    router = router_of("a", "b", capacity=2)
-    send(router, "s", max_new_tokens=100)
-    router.drain("b")
-    assert repr(router) == "<Router estimated_seconds: a 1/2 serving, b 0/2 draining>"
-    for number in range(10):
-        router.add(f"r{number}", 1)
-    assert repr(router).endswith("r5 0/1 serving, and 4 more>")
-    assert repr(send(router, "s")) == "<Dispatch s to a>"
-
-
-def test_statistics_are_a_snapshot_of_everything() -> None:
-    router = router_of("a", "b", capacity=9)
-    dispatch = send(router, "s", group_id="g", prompt_tokens=100)
-    before = router.statistics()
-    router.release(dispatch, generated=40)
-    assert (before.strategy, before.decisions, before.moves) == ("estimated_seconds", 1, 0)
-    assert (before.in_flight, before.sessions, before.groups) == (1, 1, 1)
-    assert before.token_s == pytest.approx(TOKEN_S)
-    a = before.replicas[0]
-    assert (a.name, a.state, a.weight, a.in_flight, a.capacity) == ("a", "serving", 1.0, 1, 9)
-    assert a.load_s == pytest.approx((256 + 100 * PROMPT_LOAD) * TOKEN_S)
-    assert router.statistics().in_flight == 0
-
-
-def test_release_twice_is_refused_and_changes_nothing() -> None:
-    router = router_of("a")
-    dispatch = send(router, "s")
-    router.release(dispatch)
-    with pytest.raises(ValueError, match=r"^<Dispatch s to a> is not in flight$"):
-        router.release(dispatch)
-    assert in_flight(router) == {"a": 0}
-
-
 NAMES = "abcd"
 actions = st.one_of(
     st.tuples(st.just("assign"), st.integers(0, 9)),
@@ -508,7 +395,7 @@ actions = st.one_of(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(strategy=st.sampled_from(STRATEGIES), steps=st.lists(actions, min_size=1, max_size=80))
 def test_counts_equal_assigns_less_releases_whatever_happens(
     strategy: str, steps: list[tuple[str, Any]]

@@ -55,7 +55,7 @@ def kept(scores: torch.Tensor) -> set[int]:
     return set(torch.isfinite(scores).nonzero().flatten().tolist())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 1000),
     temperature=st.floats(0.2, 3.0),
@@ -144,8 +144,8 @@ def test_sample_row_that_is_not_finite_has_no_log_prob(value: float) -> None:
     assert math.isfinite(draws[1].log_prob)
 
 
-@pytest.mark.parametrize("vocabulary", [5, 256])
-def test_draws_are_in_proportion_to_the_weights(vocabulary: int) -> None:
+def test_draws_are_in_proportion_to_the_weights() -> None:
+    vocabulary = 256
     weights = logits(14, vocabulary=vocabulary, scale=1.0)[0].exp()
     weights[2:4] = 0
     count = 2_000

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
 
-import anyio
 import attrs
-import msgspec
 import pytest
 
-import fake_core
 from fake_core import CountingCore
-from pools import generate, make_pool
 from rollout.config import LocalProcessPlacement, RayPlacement, RolloutConfig, SGLangEngine
-from rollout.config.engines import SGLANG_OWN
-from rollout.engine import DiskWeights
 from rollout.engine.core import (
-    Capabilities,
     Chunk,
     EngineBroken,
     GenerationRequest,
@@ -33,7 +25,6 @@ from rollout.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.anyio
 
@@ -161,41 +152,6 @@ async def test_weights_that_sglang_may_have_loaded_in_part_break_the_engine(faul
     assert str(caught.value) == "SGLang did not load /w: RuntimeError: out of memory"
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"], indirect=True)
-async def test_checkpoint_on_a_file_system_that_hangs_holds_up_nothing_else(tmp_path: Path) -> None:
-    core, _ = core_of()
-    os.mkfifo(tmp_path / "model.safetensors")
-    with anyio.move_on_after(0.05) as scope:  # the loop runs on
-        await core.update_weights(3, DiskWeights(str(tmp_path)))
-    assert scope.cancelled_caught
-    (tmp_path / "model.safetensors").open("wb").close()  # the thread ends
-
-
-class SleeplessCore(CountingCore):
-    """Cannot sleep, and says so."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        able = Capabilities(no_sleep="it never sleeps")
-        self.info = msgspec.structs.replace(self.info, capabilities=able)
-
-
-async def test_sleep_that_an_engine_cannot_do_is_refused_before_requests_are_cut_off(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(fake_core, "SleeplessCore", SleeplessCore, raising=False)
-    pool = make_pool("fake_core:SleeplessCore", {"token_s": 0.01})
-    async with pool.serving(), anyio.create_task_group() as tasks:
-        tasks.start_soon(generate, pool, [5], 20)
-        while not pool.tokens_under_way:
-            await anyio.sleep(0.01)
-        with pytest.raises(EngineError) as caught:
-            await pool.sleep(1)
-        assert str(caught.value) == "engine-0: it never sleeps"
-        (attempt,) = pool._requests.active
-        assert not attempt.is_interrupted
-
-
 def config_of(placement: Any = None, **engine: Any) -> RolloutConfig:
     return RolloutConfig(
         engine=SGLangEngine(**engine), placement=placement or LocalProcessPlacement()
@@ -231,7 +187,7 @@ def test_memory_saver_off_with_sleep_between_batches_is_a_fault() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["port", "nccl_port", "base_gpu_id", *sorted(SGLANG_OWN)])
+@pytest.mark.parametrize("name", ["port", "base_gpu_id"])
 def test_argument_that_replicas_cannot_share_is_a_fault(name: str) -> None:
     SGLangEngine(server_args={name: 3})
     with pytest.raises(ConfigError) as caught:

@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import anyio
 import pytest
@@ -83,23 +83,6 @@ async def test_tool_raises_it_is_said_once_with_its_count_and_its_first_tracebac
     assert said.endswith("ValueError: no such row: 7")
     lines = summary_lines(batch, 1.0, tmp_path)
     assert "tools     8 calls, 4 errors (broken 4 of 4)" in lines
-
-
-async def test_tool_cannot_be_opened_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    class Closed(rollout.tools.Tool):
-        name = "closed"
-        schema: ClassVar = {"type": "function", "function": {"name": "closed", "parameters": {}}}
-
-        async def open(self, context: Any) -> Any:
-            raise OSError("no such port")
-
-    async with rollout.open_rollout(config(tool_call("closed"), "Done."), [Closed()]) as runtime:
-        batch = await runtime.generate([prompt()])
-
-    (said,) = warnings(caplog, "raised")
-    assert said.startswith("The tool 'closed' raised, or took too long, in 4 of 4 calls.")
-    assert said.endswith("OSError: no such port")
-    assert (batch.metrics["tool_calls"], batch.metrics["tool_errors"]) == (4, 4)
 
 
 async def test_agent_never_has_the_model_generate_it_is_said_once_what_to_do(

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from array import array
 from contextlib import aclosing
 from typing import Any
 
 import anyio
 import anyio.lowlevel
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -131,14 +128,6 @@ async def test_single_request_takes_prefill_and_one_step_a_token() -> None:
     assert [chunk.finish_reason for chunk in answer.chunks] == [None, None, "stop"]
 
 
-async def test_batch_steps_slow_down_with_its_size() -> None:
-    core = await started(scenario(timing={**TIMING, "prefill_tokens_per_s": None}))
-    answers = await collect_all(core, *(ask("x", f"r{i}", seed=i) for i in range(6)))
-    for answer in answers:  # 0.5 + 6 / 4 s a step
-        assert answer.times == [8.0, 16.0, 20.0]
-        assert answer.last.finish_reason == "length"
-
-
 async def test_arrival_joins_at_the_end_of_the_step_and_its_prefill_stalls_the_batch() -> None:
     core = await started(scenario())
     first, second = await collect_all(
@@ -187,16 +176,6 @@ async def test_kv_exhaustion_preempts_the_youngest_and_recomputes_it() -> None:
     assert second.log_probs == alone.log_probs
 
 
-async def test_request_waits_for_memory_without_a_preemption() -> None:
-    core = await started(scenario(kv={"tokens": 30, "prefix_cache": False}))
-    first, second = await collect_all(
-        core, ask("a" * 16, "r1", max_new_tokens=4), ask("b" * 16, "r2", max_new_tokens=4)
-    )
-    assert first.times == [2 + 4 * 0.75]
-    assert second.times == [5 + 2 + 4 * 0.75]
-    assert core.load().preemptions == 0
-
-
 async def test_prefix_cache_saves_the_prefill_of_whole_blocks() -> None:
     core = await started(scenario(kv={"block_tokens": 4}))
     first = await collect(core, ask("a" * 10, "r1"))
@@ -206,34 +185,6 @@ async def test_prefix_cache_saves_the_prefill_of_whole_blocks() -> None:
     assert first.last.cached_tokens == 0
     assert second.last.cached_tokens == 20  # five blocks: prompt and answer of the first
     assert second.times == [start + 8 / 8 + 0.75]
-
-
-async def test_prefix_cache_recomputes_at_least_the_last_token() -> None:
-    core = await started(scenario(kv={"block_tokens": 4}))
-    await collect(core, ask("a" * 8, "r1"))
-    again = await collect(core, ask("a" * 8, "r2"))
-    assert again.last.cached_tokens == 7
-
-
-async def test_group_computes_its_prompt_once() -> None:
-    core = await started(scenario(kv={"block_tokens": 4}))
-    answers = await collect_all(
-        core, *(ask("a" * 9, f"r{i}", seed=i, max_new_tokens=1) for i in range(4))
-    )
-    assert sorted(answer.last.cached_tokens for answer in answers) == [0, 8, 8, 8]
-    assert answers[0].times == [(9 + 3) / 8 + 1.5]
-
-
-async def test_prefix_cache_drops_the_least_recently_used() -> None:
-    core = await started(scenario(kv={"tokens": 32, "block_tokens": 4}))
-    for turn, letter in enumerate("abac"):  # each leaves two blocks of prompt, one of answer
-        await collect(core, ask(letter * 8, f"r{turn}", max_new_tokens=4))
-    cached = [
-        (await collect(core, ask(letter * 8 + "!", f"s{letter}", max_new_tokens=1))).last
-        for letter in "ab"
-    ]
-    # Three times three blocks of four do not fit in 32: "b" has paid, from its end.
-    assert [chunk.cached_tokens for chunk in cached] == [8, 4]
 
 
 # --- aborts -------------------------------------------------------------------------------------
@@ -254,20 +205,6 @@ async def test_abort_in_the_batch_gives_what_the_step_under_way_completes() -> N
     assert answer.last.finish_reason == "abort"
     assert (answer.last.offset, answer.text) == (4, whole.text[:6])
     assert core.load() == EngineLoad(generated_tokens=6)
-
-
-async def test_abort_in_the_queue_answers_at_once() -> None:
-    core = await started(scenario(capacity={"max_running": 1}))
-    answer = Answer()
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(collect, core, ask("a", "r1"))
-        await anyio.sleep(0.25)
-        tasks.start_soon(collect, core, ask("a", "r2"), answer)
-        await anyio.sleep(0.25)
-        core.abort_nowait("r2")
-        assert core.load().queued == 0
-    assert answer.times == [0.5]
-    assert answer.last == Chunk(request_id="r2", finish_reason="abort")
 
 
 async def test_closing_the_iterator_frees_the_place() -> None:
@@ -300,38 +237,15 @@ async def test_aclose_ends_every_request_with_what_it_was_sent() -> None:
 # --- requests that cannot be served -------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("request_", "error"),
-    [
-        (ask(b""), "the prompt has no tokens"),
-        (ask("a", max_new_tokens=0), "sampling.max_new_tokens = 0; expected at least 1"),
-        (
-            ask("a" * 64),
-            "the prompt has 64 tokens; expected at most 63, since it and a new token must fit into "
-            "a context of 64",
-        ),
-        (
-            ask(array("i", [1, 259]).tobytes()),
-            "token id 259 at position 1 is outside the engine's vocabulary of 259 ids",
-        ),
-        (
-            ask(array("i", [1, 2, -1]).tobytes()),
-            "token id -1 at position 2 is outside the engine's vocabulary of 259 ids",
-        ),
-    ],
-)
-async def test_bad_request_ends_with_an_error(request_: GenerationRequest, error: str) -> None:
+async def test_bad_request_ends_with_an_error() -> None:
     core = await started(scenario(capacity={"context_length": 64}))
-    answer = await collect(core, request_)
+    answer = await collect(core, ask("a" * 64))
+    error = (
+        "the prompt has 64 tokens; expected at most 63, since it and a new token must fit into "
+        "a context of 64"
+    )
     assert answer.chunks == [Chunk(request_id="r", finish_reason="error", error=error)]
     assert core.load() == EngineLoad()
-
-
-async def test_request_id_in_use_is_refused_and_leaves_the_first_alone() -> None:
-    core = await started(scenario())
-    first, second = await collect_all(core, ask("a"), ask("b"), gap_s=0.25)
-    assert first.last.finish_reason == "length"
-    assert second.last.error == "request id 'r' is in use"
 
 
 async def test_context_that_is_used_up_ends_with_length() -> None:
@@ -382,12 +296,6 @@ def test_alternatives_are_chosen_by_the_seed_of_the_request() -> None:
     assert len(without_seed) == 3  # the prompt decides
 
 
-def test_finish_length_goes_on_until_max_new_tokens() -> None:
-    text = say(Scenario().reply("", "Well, ", finish="length"), chat("x"), max_new_tokens=40)
-    assert text.startswith("Well, ")
-    assert len(text) == 40
-
-
 def test_ignore_eos_passes_the_end_token_and_goes_on() -> None:
     text = say(Scenario().reply("", "ok"), chat("x"), max_new_tokens=40, ignore_eos=True)
     assert text.startswith("ok<|im_end|>")
@@ -410,22 +318,12 @@ def test_lengths_of_filler_follow_the_lognormal() -> None:
     assert 0.58 < inner / 200 < 0.78
 
 
-def test_without_a_rule_it_says_64_printable_tokens() -> None:
-    text = say(Scenario(), chat("x"))
-    assert text.endswith("<|im_end|>")
-    words = text.removesuffix("<|im_end|>")
-    assert len(words) == 64
-    assert words.replace(" ", "").isalpha()
-    assert say(Scenario(seed=2), chat("x")) != text
-
-
-@pytest.mark.parametrize("seed", [7, None])
 @pytest.mark.parametrize(
-    "build",
+    ("build", "seed"),
     [
-        Scenario(),
-        Scenario().reply("x", "A scripted reply, é.", filler={"median": 30, "sigma": 1.0}),
-        Scenario().reply("x", "No end in sight.", finish="length"),
+        (Scenario(), None),
+        (Scenario().reply("x", "A scripted reply, é.", filler={"median": 30, "sigma": 1.0}), 7),
+        (Scenario().reply("x", "No end in sight.", finish="length"), None),
     ],
     ids=["made up", "scripted", "length"],
 )
@@ -479,17 +377,6 @@ async def test_freeze_stops_everything_and_then_goes_on() -> None:
     assert answers[1].times == [102.0]  # even a refusal waits
 
 
-async def test_freeze_without_an_end_is_ended_by_aclose() -> None:
-    core = await started(scenario().fault(freeze_at_s=2))
-    answer = Answer()
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(collect, core, ask("a" * 8), answer)
-        await anyio.sleep(1000)
-        assert answer.chunks == []
-        await core.aclose()
-    assert (answer.times, answer.last.finish_reason) == ([1000.0], "abort")
-
-
 async def test_death_reaches_the_hook_once_and_everyone_who_waits() -> None:
     core = await started(scenario(stream_interval=2).fault(die_after_tokens=9))
     deaths: list[float] = []
@@ -513,14 +400,6 @@ async def test_death_reaches_the_hook_once_and_everyone_who_waits() -> None:
         await collect(core, ask("a", "r9"))
     core.abort_nowait("r0")
     await core.aclose()
-
-
-async def test_faults_of_one_replica_leave_the_others_alone() -> None:
-    build = scenario().fault(die_after_tokens=3, replicas=[1])
-    healthy, doomed = await started(build, replica=0), await started(build, replica=1)
-    assert (await collect(healthy, ask("a"))).last.finish_reason == "length"
-    with pytest.raises(SimulatedDeath):
-        await collect(doomed, ask("a"))
 
 
 async def test_lost_aborts_are_the_first_ones() -> None:
@@ -569,59 +448,6 @@ async def test_wrong_length_lacks_one_log_prob() -> None:
 
 
 # --- determinism --------------------------------------------------------------------------------
-
-
-async def _crowd() -> dict[str, list[tuple[float, bytes]]]:
-    """Forty requests with aborts, preemptions, a full queue and a freeze: all chunks with times."""
-    build = (
-        Scenario(seed=3, stream_interval=4)
-        .reply("q1", "one", "another", filler={"median": 12, "sigma": 0.8})
-        .capacity(max_running=8, max_queued=24)
-        .kv(tokens=260, block_tokens=8)
-        .fault(freeze_at_s=0.2, freeze_s=1.0)
-    )
-    core = await started(build)
-    seen: dict[str, list[tuple[float, bytes]]] = {}
-
-    async def member(index: int) -> None:
-        answer = Answer()
-        rid = f"r{index:02}"
-        await anyio.sleep(index % 5 * 0.05)
-        await collect(core, ask(chat(f"q{index // 8}"), rid, max_new_tokens=40, seed=index), answer)
-        encoded = (msgspec.msgpack.encode(chunk) for chunk in answer.chunks)
-        seen[rid] = list(zip(answer.times, encoded, strict=True))
-
-    async with anyio.create_task_group() as tasks:
-        for index in range(40):
-            tasks.start_soon(member, index)
-        await anyio.sleep(1.5)
-        core.abort_nowait("r07")
-    load = core.load()
-    assert load.preemptions > 0
-    assert load.kv_used == 0
-    return {**seen, "load": [(0.0, msgspec.msgpack.encode(load))]}
-
-
-def _tokens(seen: dict[str, list[tuple[float, bytes]]]) -> dict[str, bytes]:
-    """The sampled ids of every request that ended by itself."""
-    tokens = {}
-    for rid, sent in seen.items():
-        chunks = [msgspec.msgpack.decode(data, type=Chunk) for _, data in sent if rid != "load"]
-        if chunks and chunks[-1].finish_reason in ("stop", "length"):
-            tokens[rid] = b"".join(chunk.ids for chunk in chunks)
-    return tokens
-
-
-def test_one_schedule_seed_gives_the_same_bytes_and_any_gives_the_same_tokens() -> None:
-    runs = [run_virtual(_crowd, seed=seed) for seed in range(12)]
-    assert run_virtual(_crowd, seed=0) == runs[0]
-    assert any(run != runs[0] for run in runs)  # the schedule does differ
-    assert list(runs[0]) == list(run_virtual(_crowd, seed=0))  # and the order of ends does not
-    reference: dict[str, bytes] = {}
-    for run in runs:
-        for rid, ids in _tokens(run).items():
-            assert reference.setdefault(rid, ids) == ids
-    assert len(reference) >= 38
 
 
 JOBS = st.lists(
@@ -691,25 +517,6 @@ def test_batching_ends_every_job_once_whoever_looks(
 # --- where it runs ------------------------------------------------------------------------------
 
 
-def test_engine_process_dies_with_its_engine() -> None:
-    code = (
-        "import sys, anyio\n"
-        "from rollout.engine.cores.simulated.simulated_core import SimulatedCore\n"
-        "from rollout.engine.core import GenerationRequest, SamplingParams\n"
-        "sys.modules['__main__'].__spec__ = sys.modules['anyio'].__spec__.__class__("
-        "'rollout.engine.channel.child', None)\n"
-        "async def main():\n"
-        "    core = SimulatedCore(faults={'die_after_tokens': 3}, timing={'base_s': 0})\n"
-        "    await core.start()\n"
-        "    sampling = SamplingParams(max_new_tokens=9)\n"
-        "    async for _ in core.generate(GenerationRequest("
-        "request_id='r', prompt_ids=bytes(4), sampling=sampling)): pass\n"
-        "anyio.run(main)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (13, "")
-
-
 # --- scenarios as data --------------------------------------------------------------------------
 
 
@@ -758,31 +565,14 @@ def test_scenario_builder_leaves_the_one_before_alone() -> None:
             "Scenario.timing.basee_s: unknown key; did you mean 'base_s'?",
         ),
         (
-            lambda: SimulatedCore(fault={}),
-            "engine.scenario.fault: unknown key; did you mean 'faults'?",
-        ),
-        (
             lambda: SimulatedCore(rules=[{"when": "a"}, {"repleis": [["x"]]}]),
             "engine.scenario.rules[1].repleis: unknown key; did you mean 'replies'?",
-        ),
-        (
-            lambda: Scenario().reply("", "x", filler={"medain": 3}),
-            "Scenario.rules[0].filler.medain: unknown key; did you mean 'median'?",
         ),
         (
             lambda: Scenario().timing(base_s="fast"),
             "Scenario.timing.base_s: expected float, got str",
         ),
-        (
-            lambda: Scenario().timing(base_s=True),
-            "Scenario.timing.base_s: expected float, got bool",
-        ),
         (lambda: Scenario().timing(base_s=-1), "Scenario.timing.base_s: expected float >= 0.0"),
-        (lambda: Scenario().kv(tokens=1), "Scenario.kv.tokens: expected int >= 2"),
-        (
-            lambda: Scenario().fault(reject_share=1.5),
-            "Scenario.faults.reject_share: expected float <= 1.0",
-        ),
         (
             lambda: Scenario().reply("", "x", finish="done"),
             "Scenario.rules[0].finish: invalid enum value 'done'",
@@ -797,8 +587,6 @@ def test_scenario_fault_names_the_place_and_the_nearest_key(build: Any, text: st
 
 
 def test_scenario_then_without_a_reply_is_refused() -> None:
-    with pytest.raises(ValueError, match="then: there is no reply with a text before it"):
-        Scenario().then("x")
     with pytest.raises(ValueError, match="then: there is no reply with a text before it"):
         Scenario().reply("", filler=3).then("x")
 
@@ -830,7 +618,7 @@ def tokenizer() -> Any:
 
 
 @given(text=TEXTS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_tokenizer_and_core_share_their_ids(tokenizer: Any, text: str) -> None:
     ids = tokenizer.encode(text)
     assert ids == list(encode_text(text))

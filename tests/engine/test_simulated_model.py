@@ -20,48 +20,20 @@ from rollout.config import (
     TransformersEngine,
     config_from_dict,
     dump_config,
-    load_config,
 )
 from rollout.testing import SimulatedEngine, run_virtual
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from rollout import RolloutBatch
 
 PROMPT = Prompt(messages=[{"role": "user", "content": "hi"}])
-IN_PROCESS = {"placement": {"kind": "in_process"}}
 
 
-def from_file(folder: Path, text: str, *overrides: str) -> RolloutConfig:
-    folder.joinpath("config.toml").write_text(text)
-    return load_config(folder / "config.toml", overrides)
-
-
-def from_python(folder: Path, *overrides: str) -> RolloutConfig:
-    folder.joinpath("config.py").write_text("import rollout\nconfig = rollout.RolloutConfig()\n")
-    return load_config(folder / "config.py", overrides)
-
-
-BUILT: dict[str, Callable[[Path], RolloutConfig]] = {
-    "class": lambda _: RolloutConfig(engine=SimulatedEngine(), placement=InProcessPlacement()),
-    "section": lambda _: RolloutConfig(
-        engine=SimulatedEngine(),
-        placement=InProcessPlacement(),
-        model=ModelConfig(chat_template_kwargs={"a": 1}),
-    ),
-    "dict": lambda _: config_from_dict({"engine": {"kind": "simulated"}, **IN_PROCESS}),
-    "file": lambda folder: from_file(
-        folder, '[engine]\nkind = "simulated"\n[placement]\nkind = "in_process"\n'
-    ),
-    "override": lambda folder: from_file(
-        folder, "seed = 3\n", "engine.kind=simulated", "placement.kind=in_process"
-    ),
-    "override of Python": lambda folder: from_python(
-        folder, "engine.kind=simulated", "placement.kind=in_process"
-    ),
-    "evolved": lambda _: attrs.evolve(
+BUILT: dict[str, Callable[[], RolloutConfig]] = {
+    "class": lambda: RolloutConfig(engine=SimulatedEngine(), placement=InProcessPlacement()),
+    "evolved": lambda: attrs.evolve(
         RolloutConfig(), engine=SimulatedEngine(), placement=InProcessPlacement()
     ),
 }
@@ -74,8 +46,8 @@ async def generate(config: RolloutConfig) -> RolloutBatch:
 
 
 @pytest.mark.parametrize("built", BUILT)
-def test_simulated_engine_without_a_model_takes_its_own(built: str, tmp_path: Path) -> None:
-    config = BUILT[built](tmp_path)
+def test_simulated_engine_without_a_model_takes_its_own(built: str) -> None:
+    config = BUILT[built]()
     assert config.model.path == "simulated"
     for again in (
         config_from_dict(dump_config(config)),
@@ -93,8 +65,8 @@ def test_other_engine_in_its_place_takes_the_usual_model_again() -> None:
     assert config.model.path == EMBEDDED_MODEL
 
 
-@pytest.mark.parametrize("path", [EMBEDDED_MODEL, "Qwen/Qwen3-0.6B", "gpt2"])
-def test_simulated_engine_with_another_model_is_refused_when_built(path: str) -> None:
+def test_simulated_engine_with_another_model_is_refused_when_built() -> None:
+    path = EMBEDDED_MODEL
     said = (
         f"model.path = {path!r}: expected 'simulated' for engine.kind = 'simulated', whose ids are "
         "bytes (or leave it out)"
@@ -117,11 +89,3 @@ def test_simulated_model_with_an_engine_that_loads_weights_is_refused_when_built
         "model.path = 'simulated': expected a directory, a hub name or "
         f"'{EMBEDDED_MODEL}' for engine.kind = {engine.kind!r}, which needs a model with files",
     )
-
-
-def test_engine_class_in_the_place_of_an_engine_is_one_fault() -> None:
-    engine: Any = SimulatedEngine
-    with pytest.raises(ConfigError) as caught:
-        RolloutConfig(engine=engine)
-    (fault,) = caught.value.faults
-    assert fault.startswith("engine = ")

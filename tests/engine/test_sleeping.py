@@ -6,13 +6,23 @@ from typing import Any
 
 import anyio
 import attrs
+import msgspec
 import pytest
+import torch
 
 import rollout
+from fake_core import CountingCore
+from faulty_cores import UpdatableCore
 from harness import Recorder
+from pools import generate, make_pool
 from rollout.config import LimitsConfig, RolloutConfig, SchedulingConfig, SimulatedEngine
-from rollout.engine import DiskWeights
+from rollout.engine import DiskWeights, TensorWeights
+from rollout.engine.core import Capabilities, EngineBroken
+from rollout.engine.placement.in_process import InProcess
+from rollout.engine.pool.generation import Generation
+from rollout.engine.pool.pool import EnginePool
 from rollout.errors import ConfigError, EngineError
+from rollout.limits import Clock, Deadline
 from rollout.testing import Scenario
 from slow_cases import slow_after
 
@@ -148,7 +158,7 @@ async def test_sleep_between_batches_engines_are_awake_in_batches_only() -> None
 async def test_sleep_wrong_argument_engines_stay_awake() -> None:
     recorder = Recorder()
     async with recorder.open_rollout(config_of()) as runtime:
-        for level in (3, True, 1.0, "1", [1]):
+        for level in (3, "1"):
             with pytest.raises(EngineError) as caught:
                 await runtime.sleep(level)  # type: ignore[arg-type]
             assert str(caught.value) == f"level = {level!r}; expected 1 or 2"
@@ -209,3 +219,175 @@ async def test_sleep_is_over_the_limit_counts_on_from_where_it_stood() -> None:
             batch = await runtime.generate([PROMPT])
         assert anyio.current_time() - start == pytest.approx(67, abs=0.3)
     assert {s.limit_source for s in batch.samples} == {"limits.generation_s"}
+
+
+# Engines that sleep otherwise than they are told.
+
+
+def pool_of(core: str, placement: InProcess | None = None, **options: Any) -> EnginePool:
+    return make_pool(core, options, placement=placement)
+
+
+async def ask(
+    pool: EnginePool, last: int, count: int, generation: Generation | None = None
+) -> list[int]:
+    return list((await generate(pool, [5, last], count, generation)).ids)
+
+
+class ModestCore(UpdatableCore):
+    """Says that it can do less than there is to ask for."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        able = Capabilities(weights=("disk",), sleep_levels=(2,))
+        self.info = msgspec.structs.replace(self.info, capabilities=able)
+
+    async def sleep(self, level: int) -> None:
+        """Nothing to release."""
+
+    wake_up = sleep  # type: ignore[assignment]
+
+
+async def test_what_an_engine_does_not_say_it_can_is_refused_before_requests_are_cut_off() -> None:
+    pool, weights = pool_of("test_sleeping:ModestCore", token_s=1.0), DiskWeights("any")
+    async with pool.serving(), anyio.create_task_group() as tasks:
+        tasks.start_soon(generate, pool, [5, 100], 5)
+        await anyio.sleep(2)
+        with pytest.raises(EngineError, match=r"engine-0: level = 1: counting has 2$"):
+            await pool.sleep(1)
+        with pytest.raises(EngineError, match=r"'tensors'; it takes disk$"):
+            await pool.update_weights(version=1, source=TensorWeights({"a": torch.ones(1)}))
+        with pytest.raises(EngineError, match="mode = 'in_place': counting cannot"):
+            await pool.update_weights(version=1, source=weights, mode="in_place")
+        (attempt,) = pool._requests.active
+        assert not attempt.is_interrupted
+    async with pool_of("test_sleeping:ModestCore").serving() as pool:
+        await pool.sleep(2)
+        with pytest.raises(
+            EngineError, match=r"'weights'.*: counting takes back nothing by itself"
+        ):
+            await pool.wake_up(("weights",))
+        await pool.wake_up()
+        await pool.update_weights(version=1, source=weights)
+        assert pool.weight_version == 1
+
+
+class SlowSleeperCore(UpdatableCore):
+    """Takes a while to release its memory."""
+
+    def __init__(self, *, sleep_s: float = 3.0, **options: Any) -> None:
+        super().__init__(**options)
+        self.is_asleep, self._sleep_s = False, sleep_s
+
+    async def sleep(self, level: int) -> None:
+        await anyio.sleep(self._sleep_s)
+        self.is_asleep = True
+
+    async def wake_up(self, tags: tuple[str, ...]) -> None:
+        self.is_asleep = False
+
+
+async def test_weights_change_while_a_new_replica_goes_to_sleep_it_has_them() -> None:
+    async with pool_of("test_sleeping:SlowSleeperCore").serving() as pool:
+        await pool.sleep(2)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(pool.add_replica)
+            await anyio.sleep(1)  # it has the weights of before, and is being put to sleep
+            await pool.update_weights(9, DiskWeights("w9"))
+        await pool.wake_up()
+        generations = [Generation() for _ in range(4)]
+        for last, generation in enumerate(generations):
+            await ask(pool, last, 2, generation)
+    assert [each.versions for each in generations] == [[[9, 2]]] * 4
+    assert {each.replica for each in generations} == {"engine-0", "engine-1"}
+
+
+class StubbornCore(SlowSleeperCore):
+    """Does not wake up once it sleeps; without `sleep_s` it does not even go to sleep."""
+
+    async def sleep(self, level: int) -> None:
+        if not self._sleep_s:
+            raise EngineError("too busy")
+        await super().sleep(level)
+
+    async def wake_up(self, tags: tuple[str, ...]) -> None:
+        raise EngineError("five more minutes")
+
+
+async def test_sleep_fails_and_one_that_sleeps_does_not_wake_it_is_restarted() -> None:
+    cores: dict[str, Any] = {}
+
+    def keep(name: str, core: Any) -> Any:
+        cores[name] = core
+        return core
+
+    pool = make_pool(
+        "test_sleeping:StubbornCore",
+        {"sleep_s": 1.0},
+        {"sleep_s": 0.0},
+        placement=InProcess(wrap=keep),
+        start_timeout_s=60,
+    )
+    async with pool.serving():
+        with pytest.raises(EngineError, match="too busy"):
+            await pool.sleep()
+        await anyio.sleep(30)
+        assert [(each.state, each.starts) for each in pool.statistics()] == [
+            ("serving", 2),
+            ("serving", 1),
+        ]
+        assert not any(each.is_asleep for each in cores.values())
+
+
+async def test_update_waits_for_requests_that_sleep_it_is_refused() -> None:
+    answers: list[list[int]] = []
+
+    async def keep_asking(pool: EnginePool) -> None:
+        answers.append(await ask(pool, 100, 9))
+
+    async with pool_of("test_sleeping:SlowSleeperCore", token_s=1.0).serving() as pool:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(keep_asking, pool)
+            await anyio.sleep(2)
+            await pool.sleep()
+            with anyio.fail_after(60):
+                with pytest.raises(EngineError, match=r"mode = 'wait': engine-0 sleeps with"):
+                    await pool.update_weights(8, DiskWeights("w8"), "wait")
+                await pool.update_weights(8, DiskWeights("w8"))
+                await pool.wake_up()
+    assert answers == [list(range(101, 110))]
+
+
+class BreaksAwakening(CountingCore):
+    """Breaks when it is woken."""
+
+    async def sleep(self, level: int) -> None:
+        """Be asleep."""
+
+    async def wake_up(self, tags: tuple[str, ...]) -> None:
+        raise EngineBroken("the memory is gone")
+
+
+async def test_wake_up_breaks_the_engine_its_caller_is_told() -> None:
+    async with pool_of("test_sleeping:BreaksAwakening", token_s=1.0).serving() as pool:
+        await pool.sleep()
+        with pytest.raises(EngineError, match=r"engine-0.*the memory is gone"):
+            await pool.wake_up()
+        assert await ask(pool, 100, 3) == [101, 102, 103]
+
+
+async def test_update_while_asleep_leaves_the_clocks_of_requests_stopped() -> None:
+    async with pool_of("test_sleeping:SlowSleeperCore", token_s=1.0).serving() as pool:
+
+        async def sleep_and_update() -> None:
+            await anyio.sleep(3)
+            await pool.sleep(1)
+            await pool.update_weights(version=1, source=DiskWeights("any"))
+            await anyio.sleep(60)
+            await pool.wake_up()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(sleep_and_update)
+            with Clock(Deadline.after(20, "limits.trajectory_s")) as clock:
+                answer = await generate(pool, [5, 100], 10, limit=clock)
+        assert list(answer.ids) == list(range(101, 111))

@@ -22,8 +22,7 @@ from rollout.config import (
     SimulatedEngine,
 )
 from rollout.engine.channel.messages import ChannelSettings
-from rollout.engine.core import Chunk, GenerationRequest, SamplingParams
-from rollout.engine.cores.simulated.simulated_core import SimulatedCore
+from rollout.engine.core import Chunk, GenerationRequest
 from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
 from rollout.engine.pool.request_runner import LAST_ANSWER_S, limit_last_answer
@@ -151,48 +150,6 @@ async def test_simulated_tokens_of_slow_engines_do_not_wait_for_others() -> None
     assert (tokens.late, tokens.taken) == (0, 12 * 176)
 
 
-async def test_simulated_chunk_leaves_when_it_has_waited_for_long_enough() -> None:
-    timing = {"base_s": 0.1, "slope_s": 0.0, "prefill_tokens_per_s": None}
-    core = SimulatedCore(stream_interval_s=1.0, stream_interval=1000, timing=timing)
-    await core.start()
-    request = GenerationRequest(
-        request_id="r", prompt_ids=b"a\0\0\0", sampling=SamplingParams(max_new_tokens=35)
-    )
-    times, counts = [], []
-    began = anyio.current_time()
-    async for chunk in core.generate(request):
-        times.append(anyio.current_time() - began)
-        counts.append(len(chunk.ids) // 4)
-    assert times == pytest.approx([1.0, 2.0, 3.0, 3.5])
-    assert counts == [10, 10, 10, 5]
-
-
-async def test_simulated_tokens_leave_before_their_request_goes_back_to_the_queue() -> None:
-    core = SimulatedCore(
-        stream_interval_s=1e6,
-        stream_interval=1000,
-        timing={"base_s": 0.1, "slope_s": 0.0, "prefill_tokens_per_s": None},
-        kv={"tokens": 100, "prefix_cache": False},
-    )
-    await core.start()
-    first: list[int] = []
-
-    async def ask(name: str, counts: list[int]) -> None:
-        request = GenerationRequest(
-            request_id=name,
-            prompt_ids=b"a\0\0\0" * 4,
-            sampling=SamplingParams(max_new_tokens=80, ignore_eos=True),
-        )
-        counts += [len(chunk.ids) // 4 async for chunk in core.generate(request)]
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(ask, "elder", [])
-        await anyio.sleep(0.01)
-        tasks.start_soon(ask, "younger", first)
-    assert len(first) == 2, "what it had, and after its second start the rest"
-    assert sum(first) == 80
-
-
 async def test_server_sends_what_a_core_has_gathered_at_once() -> None:
     wire = Wire(ChunkyCore())
     async with wire.channel(
@@ -202,16 +159,3 @@ async def test_server_sends_what_a_core_has_gathered_at_once() -> None:
         await anyio.sleep(1.5)
         assert request.ids == [1, 2, 3]
         await request.done.wait()
-
-
-async def test_server_tokens_that_come_shortly_after_each_other_leave_together() -> None:
-    wire = Wire(CountingCore(token_s=1.0))
-    async with wire.channel(ChannelSettings(stream_interval=64, stream_interval_s=10.0)) as channel:
-        requester = Requester(channel)
-        first = requester.submit([1], 50)
-        await anyio.sleep(0.5)
-        second = requester.submit([1], 50)
-        await anyio.sleep(10.75)  # the second one's first token has waited for 9.75 s
-        assert len(first.ids) >= 9  # the tenth comes as the others leave
-        assert len(second.ids) == 10
-        await second.done.wait()

@@ -20,7 +20,6 @@ import transformers
 from rollout.config import RayPlacement, RolloutConfig, TransformersEngine
 from rollout.engine.core import (
     Chunk,
-    EngineLoad,
     GenerationRequest,
     SamplingParams,
     pack_ids,
@@ -30,7 +29,6 @@ from rollout.engine.cores.transformers import TransformersCore
 from rollout.engine.cores.transformers import sampling as sampling_module
 from rollout.engine.cores.transformers import transformers_core as core_module
 from rollout.engine.cores.transformers.model import choose_device
-from rollout.engine.model_files import model_fingerprint
 from rollout.engine.pool.opening import build_core_spec
 from rollout.errors import EngineError
 from rollout.seeds import RequestIds
@@ -196,7 +194,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 @pytest.mark.parametrize("max_running", slow_but([1, 8], 8))
 async def test_core_greedy_equals_transformers_generate(tiny: str, max_running: int) -> None:
-    work = prompts(10)
+    work = prompts(6)
     async with opened(tiny, max_running=max_running) as core:
         answers = await collect_all(core, [asked(p, max_new_tokens=24) for p in work])
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
@@ -220,7 +218,7 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-@pytest.mark.parametrize("name", slow_after(2, ARCHITECTURES))
+@pytest.mark.parametrize("name", slow_after(1, ARCHITECTURES))
 async def test_core_other_architecture_equals_transformers_generate(
     name: str, tmp_path: Path
 ) -> None:
@@ -280,10 +278,10 @@ async def test_core_long_prompt_in_parts_equals_transformers_generate(tiny: str)
 
 
 async def test_core_further_turns_reuse_the_session_and_stay_exact(tiny: str) -> None:
-    sessions = prompts(5, seed=4)
+    sessions = prompts(3, seed=4)
     rng = np.random.default_rng(5)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
-    computed = [0] * 5
+    computed = [0] * 3
     async with opened(tiny) as core:
         for _ in range(3):
             answers = await collect_all(
@@ -397,15 +395,6 @@ async def test_core_abort_of_a_waiting_request_ends_it_without_tokens(
     assert len(answers[running.request_id].ids) == 16
 
 
-async def test_core_abort_of_an_unknown_or_finished_request_is_ignored(tiny: str) -> None:
-    async with opened(tiny) as core:
-        core.abort_nowait("nobody")
-        done = asked([4, 5])
-        await collect(core, done)
-        core.abort_nowait(done.request_id)
-        assert len((await collect(core, asked([4, 5]))).ids) > 0
-
-
 async def test_core_iterator_closed_early_frees_its_place(tiny: str) -> None:
     async with opened(tiny, max_running=1) as core:
         chunks = core.generate(asked([9, 8, 7], max_new_tokens=1500, ignore_eos=True))
@@ -453,7 +442,6 @@ async def test_core_larger_priority_runs_first(tiny: str, gate: Gate) -> None:
 UNUSABLE: list[tuple[list[int], dict[str, Any], str]] = [
     ([], {}, "the prompt has no tokens"),
     ([5, 600], {}, "token id 600 at position 1 is outside the engine's vocabulary of 600 ids"),
-    ([5, 6, -1], {}, "token id -1 at position 2 is outside the engine's vocabulary of 600 ids"),
     (
         [5] * 64,
         {},
@@ -463,7 +451,6 @@ UNUSABLE: list[tuple[list[int], dict[str, Any], str]] = [
     ([5], {"max_new_tokens": 0}, "max_new_tokens = 0; expected at least 1"),
     ([5], {"temperature": -0.5}, "temperature = -0.5; expected a finite number of at least 0"),
     ([5], {"top_p": 0.0}, "top_p = 0.0; expected a number in (0, 1]"),
-    ([5], {"top_p": float("nan")}, "top_p = nan; expected a number in (0, 1]"),
     ([5], {"top_k": 0}, "top_k = 0; expected -1 or at least 1"),
     ([5], {"min_p": 1.5}, "min_p = 1.5; expected a number in [0, 1]"),
     (
@@ -481,16 +468,6 @@ async def test_core_unusable_request_is_an_error_that_says_why(tiny: str) -> Non
             last = (await collect(core, asked(prompt, **sampling))).last
             error = f"sampling.{said}" if sampling else said
             assert (last.finish_reason, last.error) == ("error", error)
-
-
-async def test_core_request_id_in_use_is_an_error(tiny: str, gate: Gate) -> None:
-    request = asked([5, 6])
-    async with opened(tiny) as core, anyio.create_task_group() as tasks:
-        tasks.start_soon(collect, core, request)
-        await anyio.wait_all_tasks_blocked()
-        second = [chunk async for chunk in core.generate(request)]
-        gate.open()
-    assert [chunk.error for chunk in second] == [f"request id {request.request_id!r} is in use"]
 
 
 async def test_core_failing_step_ends_every_request_and_later_ones(
@@ -586,23 +563,11 @@ def test_process_that_ends_without_closing_its_core_ends_cleanly(tiny: str) -> N
     assert (done.returncode, done.stdout, done.stderr) == (0, "leaving\n", "")
 
 
-async def test_core_that_was_never_started_answers_and_closes(tiny: str) -> None:
-    core = TransformersCore(model=tiny)
-    with pytest.raises(RuntimeError, match="start the engine first"):
-        core.info  # noqa: B018
-    assert core.load() == EngineLoad()
-    answer = await collect(core, asked([5]))
-    assert answer.last.error == "the engine has not been started"
-    await core.aclose()
-    assert (await collect(core, asked([5]))).last.error == "the engine is closed"
-
-
 @pytest.mark.parametrize(
     ("options", "error"),
     [
         ({"model": "/no/such/model"}, "model.path = '/no/such/model': no such directory"),
         ({"dtype": "int3"}, "^engine.dtype = 'int3'; expected auto, bfloat16, float16, float32"),
-        ({"revision": "v1"}, "model.revision = 'v1' needs a hub name"),
         ({"device": "warp"}, "cannot be loaded"),
     ],
 )
@@ -627,25 +592,6 @@ def test_replicas_of_a_machine_take_gpus_of_their_own(monkeypatch: pytest.Monkey
     assert build_core_spec(on_ray, 1).options["gpu"] == 0  # each sees its own
 
 
-async def test_core_start_that_is_cancelled_leaves_nothing(tiny: str) -> None:
-    core = TransformersCore(model=tiny)
-    with anyio.CancelScope() as scope:
-        scope.cancel()
-        await core.start()
-    await core.aclose()
-
-
-async def test_core_info_is_the_same_for_every_replica(tiny: str) -> None:
-    async with opened(tiny) as first, opened(tiny, dtype="bfloat16", max_running=2) as second:
-        one, other = first.info, second.info
-    assert one.fingerprint == other.fingerprint == model_fingerprint(tiny)
-    assert (one.vocab_size, one.eos_ids, one.context_length) == (VOCABULARY, (2,), CONTEXT)
-    assert (one.max_requests, other.max_requests) == (1032, 1026)
-    assert one.core == "transformers"
-    said = "transformers takes no images; it takes text only: the embedded engine computes text"
-    assert one.media_fault(["image"]).startswith(said)
-
-
 async def test_core_top_log_probs_lead_with_the_greedy_token(tiny: str) -> None:
     async with opened(tiny) as core:
         texts = prompts(3)
@@ -667,16 +613,3 @@ async def test_core_top_log_probs_lead_with_the_greedy_token(tiny: str) -> None:
     assert last.error == (
         f"sampling.top_log_probs = {VOCABULARY + 1}; expected at most {VOCABULARY}"
     )
-
-
-async def test_core_load_counts_tokens_and_memory(tiny: str, gate: Gate) -> None:
-    async with opened(tiny, max_running=1) as core, anyio.create_task_group() as tasks:
-        for _ in range(3):
-            tasks.start_soon(collect, core, asked([5, 6], ignore_eos=True))
-        await anyio.wait_all_tasks_blocked()
-        assert core.load().queued + core.load().running == 3
-        gate.open()
-        while core.load().queued + core.load().running:
-            await anyio.lowlevel.checkpoint()
-        assert core.load().generated_tokens == 48
-        assert core.load().kv_used == 0
