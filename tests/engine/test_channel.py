@@ -8,17 +8,14 @@ import random  # noqa: TID251  (a seed determines the cuts)
 import weakref
 from array import array
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from typing import Any
 
 import anyio
-import msgspec
 import pytest
 from trio.testing import MockClock
 
 from fake_core import CountingCore
 from faulty_cores import UpdatableCore
-from rollout.engine.channel import framing
 from rollout.engine.channel.messages import (
     ChannelSettings,
     LoadWeights,
@@ -98,18 +95,6 @@ async def test_channel_that_was_left_or_lost_is_freed_without_a_collection() -> 
         assert [each() for each in channels] == [None, None]
     finally:
         gc.enable()
-
-
-async def test_channel_left_the_engine_aborts_its_requests_at_once() -> None:
-    core = CountingCore(token_s=0.5)
-    wire = Wire(core)
-    async with wire.channel():
-        async with wire.channel_again() as channel:
-            request = Requester(channel).submit([1], 1000)
-            await anyio.sleep(1)
-        assert request.ends == ["engine-0: the channel was closed"]
-        await anyio.sleep(0.01)
-        assert not core._aborted
 
 
 async def test_submit_on_a_lost_channel_ends_the_request_at_once() -> None:
@@ -249,31 +234,6 @@ async def test_request_longer_than_a_frame_is_refused_before_anything_is_sent() 
         assert await requester.generate([7], 2) == [8, 9]
 
 
-@pytest.mark.parametrize("end", ["stop", None])
-async def test_answer_longer_than_a_frame_ends_its_request_alone_and_in_the_engine_too(
-    end: Any,
-) -> None:
-    class Verbose(CountingCore):
-        async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
-            ids = packed([1] * request.sampling.max_new_tokens)
-            async with aclosing(super().generate(request)) as chunks:  # type: ignore[type-var]
-                async for chunk in chunks:
-                    reason = chunk.finish_reason or end
-                    yield msgspec.structs.replace(
-                        chunk, ids=ids, log_probs=ids, finish_reason=reason
-                    )
-
-    core = Verbose(token_s=1.0)
-    async with Wire(core).channel(ChannelSettings(max_frame_bytes=4096)) as channel:
-        requester = Requester(channel)
-        request = requester.submit([1], 1000)
-        await request.done.wait()
-        assert request.error.startswith("the answer does not fit: Chunk of 8")
-        await anyio.sleep(3)
-        assert core.load().running == 0
-        assert (await requester.generate([7], 1))[0] == 1
-
-
 async def test_engine_that_never_ends_its_answer_is_an_error() -> None:
     class Silent(CountingCore):
         async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
@@ -284,26 +244,6 @@ async def test_engine_that_never_ends_its_answer_is_an_error() -> None:
         await request.done.wait()
         assert request.error == "the engine ended its answer without saying why"
         assert request.ids == [4]
-
-
-async def test_writer_has_much_to_write_callers_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(framing, "HIGH_WATER_BYTES", 1000)
-    async with Wire(CountingCore()).channel() as channel:
-        requester, queued = Requester(channel), list[int]()
-        for number in range(3):
-            requester.submit([number] * 100, 1)
-
-        async def one(number: int) -> None:
-            await channel.wait_for_room()
-            request = requester.submit([number] * 100, 1)
-            queued.append(channel._frames.queued)
-            await request.done.wait()
-
-        async with anyio.create_task_group() as tasks:
-            for number in range(12):
-                tasks.start_soon(one, number)
-        assert len(queued) == 12
-        assert max(queued) < 1000 + 500  # the mark, and one request
 
 
 # --- coalescing

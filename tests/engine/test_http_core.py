@@ -47,18 +47,6 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def event(count: int, finish: dict[str, Any] | None = None) -> str:
-    """What SGLang sends after `count` tokens."""
-    ids = list(range(10, 10 + count))
-    meta = {
-        "finish_reason": finish,
-        "weight_version": "3",
-        "output_token_logprobs": [[-0.5, token, None] for token in ids],
-        "completion_tokens": count,
-    }
-    return f"data: {json.dumps({'output_ids': ids, 'meta_info': meta})}\n\n"
-
-
 def recorded(name: str) -> Any:
     async def stream(_: dict[str, Any], send: Callable[[str], Awaitable[None]]) -> None:
         await send((RECORDED / name).read_text())
@@ -168,29 +156,6 @@ async def test_http_vllm_temperature_that_its_log_probs_leave_out_is_refused(mod
     assert last.error == (
         "sampling.temperature = 0.7; expected 0 or 1: vLLM gives log-probs before the temperature"
     )
-
-
-async def test_http_abort_is_confirmed_by_the_last_answer(model: str) -> None:
-    async with recorded_server() as server:
-        aborted = anyio.Event()
-
-        async def stream(_: dict[str, Any], send: Callable[[str], Awaitable[None]]) -> None:
-            await send(event(4))
-            while ("/abort_request", {"rid": asked().request_id}) not in server.bodies:
-                await anyio.sleep(0.005)
-            aborted.set()
-            await send(event(6, {"type": "abort", "message": "Aborted by AbortReq."}))
-
-        server.on_stream("POST /generate", stream)
-        async with opened(server, model) as core:
-            chunks: list[Chunk] = []
-            async for chunk in core.generate(asked()):
-                chunks.append(chunk)
-                core.abort_nowait(asked().request_id)
-            assert aborted.is_set()
-    assert [chunk.finish_reason for chunk in chunks] == [None, "abort"]
-    assert chunks[-1].offset == 4
-    assert len(chunks[-1].ids) == 8
 
 
 async def test_http_vllm_abort_closes_the_connection(model: str) -> None:

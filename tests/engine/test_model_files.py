@@ -170,16 +170,6 @@ def test_fault_of_a_directory_names_what_is_missing(tmp_path: Path) -> None:
     )
 
 
-def test_resolve_directory_without_a_leading_dot_is_local(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "models" / "mine").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    assert model_path_fault("models/mine") == (
-        "model.path = 'models/mine': the directory has no config.json"
-    )
-
-
 def test_resolve_hub_name_is_left_to_transformers() -> None:
     name = "Qwen/Qwen3-0.6B"
     assert model_path_fault(name, "main") is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Any, ClassVar
 
 import anyio
@@ -24,7 +24,7 @@ from rollout.engine.placement.in_process import InProcess
 from rollout.engine.placement.placement import CoreSpec
 from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
-from rollout.errors import ChannelError, EngineError, LimitExceeded
+from rollout.errors import EngineError, LimitExceeded
 from rollout.limits import NEVER, Clock, Deadline
 
 pytestmark = [pytest.mark.anyio, pytest.mark.rollout(ceiling_s=3000)]
@@ -92,19 +92,16 @@ async def test_generate_cancelled_and_not_answered_in_time_keeps_what_it_had(
         assert (replica.tokens.taken, replica.tokens.late, replica.in_flight) == (2, 7, 0)
 
 
-@pytest.mark.parametrize("fault", ["cancelled", "too long"])
 async def test_generate_that_is_never_sent_takes_no_place_at_its_replica(
-    cores: list[Any], monkeypatch: pytest.MonkeyPatch, fault: str
+    cores: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def wait_long(channel: Channel) -> None:
         await anyio.sleep(2.0)
-        if fault == "too long":
-            raise ChannelError("the request does not fit")
 
     async with pool_of(max_requests=1).serving() as pool:
         with monkeypatch.context() as patch:
             patch.setattr(Channel, "wait_for_room", wait_long)
-            with anyio.move_on_after(1.0 if fault == "cancelled" else 3.0), suppress(ChannelError):
+            with anyio.move_on_after(1.0):
                 await ask(pool, 1, 1)
         assert in_flight(pool) == [(0, 0)]
         assert list((await ask(pool, 1, 1)).ids) == [2]

@@ -189,8 +189,8 @@ LAST_WORDS = {
 async def test_poison_fails_after_three_engines_and_its_siblings_go_on(
     poison: str, cores: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with pool_of(4, options={"token_s": 0.1, "poison": poison}).serving() as pool:
-        others = [Generation() for _ in range(12)]
+    async with pool_of(8, options={"token_s": 0.1, "poison": poison}).serving() as pool:
+        others = [Generation() for _ in range(8)]
         doomed = Generation()
         async with anyio.create_task_group() as tasks:
             for number, other in enumerate(others):
@@ -203,7 +203,7 @@ async def test_poison_fails_after_three_engines_and_its_siblings_go_on(
         assert len(lost) == 3
         assert all(LAST_WORDS[poison] in message for message in lost)
         await anyio.sleep(10)
-        assert len(doomed.parts) == sum(r.starts for r in pool.statistics()) - 4 == 3
+        assert len(doomed.parts) == sum(r.starts for r in pool.statistics()) - 8 == 3
         assert pool.recoveries.failed == 1
 
 
@@ -347,6 +347,18 @@ async def test_remove_replica_in_a_hurry_its_requests_go_on_elsewhere(cores: lis
             await pool.remove_replica(generation.replica, drain_s=1.0)
         assert list(generation.ids) == list(range(101, 107))
         assert (generation.resumes, len(generation.parts)) == (1, 2)
+
+
+async def test_remove_replica_cancelled_while_it_drains_the_replica_stays(
+    cores: list[Any],
+) -> None:
+    async with pool_of(1).serving() as pool:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, pool, [5, 100], 6)
+            await anyio.sleep(1.5)
+            with anyio.move_on_after(1):
+                await pool.remove_replica("engine-0")
+        assert list((await ask(pool, [5, 100], 2)).ids) == [101, 102]
 
 
 async def test_drained_replica_dies_it_comes_back_drained(cores: list[Any]) -> None:

@@ -210,15 +210,6 @@ async def test_removed_replica_that_could_not_start_is_gone_and_no_reason_any_mo
         assert (await ask(pool, 3)).count == 1
 
 
-async def test_first_start_fails_the_opening_fails_and_nothing_is_kept() -> None:
-    machine = Machine()
-    machine.refusals = {"engine-1": "no room"}
-    with pytest.raises(EngineError, match=r"^no room$"):
-        async with opened(machine, 3):
-            pytest.fail("opened")
-    assert machine.kept == set()
-
-
 async def test_added_replica_that_does_not_start_leaves_nothing_kept(cores: list[Any]) -> None:
     machine = Machine()
     machine.refusals = {"engine-1": "no room"}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
 
+import anyio
 import attrs
 import pytest
 
 from fake_core import CountingCore
 from rollout.config import LocalProcessPlacement, RayPlacement, RolloutConfig, SGLangEngine
+from rollout.engine import DiskWeights
 from rollout.engine.core import (
     Chunk,
     EngineBroken,
@@ -150,6 +153,16 @@ async def test_weights_that_sglang_may_have_loaded_in_part_break_the_engine(faul
     with pytest.raises(EngineBroken) as caught:
         await sglang.load_from_disk("/w", 3)
     assert str(caught.value) == "SGLang did not load /w: RuntimeError: out of memory"
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"], indirect=True)
+async def test_checkpoint_on_a_file_system_that_hangs_holds_up_nothing_else(tmp_path: Path) -> None:
+    core, _ = core_of()
+    os.mkfifo(tmp_path / "model.safetensors")
+    with anyio.move_on_after(0.05) as scope:  # the loop runs on
+        await core.update_weights(3, DiskWeights(str(tmp_path)))
+    assert scope.cancelled_caught
+    (tmp_path / "model.safetensors").open("wb").close()  # the thread ends
 
 
 def config_of(placement: Any = None, **engine: Any) -> RolloutConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -21,13 +20,11 @@ from rollout.config import (
     SchedulingConfig,
     SimulatedEngine,
 )
-from rollout.engine.channel.messages import ChannelSettings
 from rollout.engine.core import Chunk, GenerationRequest
 from rollout.engine.pool.generation import Generation
 from rollout.engine.pool.pool import EnginePool
 from rollout.engine.pool.request_runner import LAST_ANSWER_S, limit_last_answer
 from rollout.testing import Scenario
-from wires import Requester, Wire
 
 pytestmark = pytest.mark.anyio
 INTERVAL_S = 0.25
@@ -52,23 +49,6 @@ class HoardingCore(CountingCore):
             log_probs=log_probs,
             finish_reason=chunk.finish_reason,
         )
-
-
-class ChunkyCore(CountingCore):
-    """Gathers by itself: three tokens a second."""
-
-    is_gathering = True
-
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
-        for offset in (0, 3, 6):
-            await anyio.sleep(1.0)
-            yield Chunk(
-                request_id=request.request_id,
-                offset=offset,
-                ids=array("i", [1, 2, 3]).tobytes(),
-                log_probs=array("f", [0, 0, 0]).tobytes(),
-                finish_reason="length" if offset == 6 else None,
-            )
 
 
 @pytest.fixture
@@ -148,14 +128,3 @@ async def test_simulated_tokens_of_slow_engines_do_not_wait_for_others() -> None
     lengths = {t.transcript.generated_length for t in batch.trajectories}
     assert lengths == {176}, "the step under way was the last one"
     assert (tokens.late, tokens.taken) == (0, 12 * 176)
-
-
-async def test_server_sends_what_a_core_has_gathered_at_once() -> None:
-    wire = Wire(ChunkyCore())
-    async with wire.channel(
-        ChannelSettings(stream_interval=64, stream_interval_s=100.0)
-    ) as channel:
-        request = Requester(channel).submit([1], 9)
-        await anyio.sleep(1.5)
-        assert request.ids == [1, 2, 3]
-        await request.done.wait()

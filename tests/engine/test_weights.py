@@ -235,6 +235,26 @@ async def test_update_to_the_same_version_nothing_runs_before_they_are_loaded(
         assert cores[0].loaded == ["w8", "again"]
 
 
+async def test_update_abort_is_lost_it_is_sent_again(
+    cores: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pool_of(1).serving() as pool:
+        real, asked = cores[0].abort_nowait, []
+
+        def deaf_once(request_id: str) -> None:
+            asked.append(request_id)
+            if len(asked) > 1:
+                real(request_id)
+
+        monkeypatch.setattr(cores[0], "abort_nowait", deaf_once)
+        generation = Generation()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask, pool, 100, 6, generation)
+            await anyio.sleep(1.5)
+            await pool.update_weights(8, W8)
+        assert generation.versions == [[0, 2], [8, 4]]
+
+
 async def test_update_with_state_beyond_the_tokens_begins_anew_and_says_so(
     cores: list[Any],
 ) -> None:
@@ -320,6 +340,22 @@ async def test_update_that_does_not_reach_a_replica_is_refused_before_anything_i
 
 
 # Weights that break the engines which load them.
+
+
+async def test_update_breaks_every_replica_they_serve_what_they_started_with_and_take_the_next(
+    cores: list[Any],
+) -> None:
+    async with pool_of(2, start_timeout_s=60).serving() as pool:
+        for _ in range(2):  # the second time while none serves
+            with pytest.raises(EngineError, match="half of fatal is in place"):
+                await pool.update_weights(8, FATAL)
+            assert pool.weight_version == 0
+        assert (await ask(pool, 100, 2)).versions == [[0, 2]]
+        await all_serve(pool)
+        await pool.update_weights(9, DiskWeights("w9"))
+        assert pool.weight_version == 9
+        assert (await ask(pool, 200, 2)).versions == [[9, 2]]
+        assert {replica.weight_version for replica in pool.router.replicas} == {9}
 
 
 async def test_update_while_none_serves_returns_once_one_has_the_weights(cores: list[Any]) -> None:
