@@ -28,6 +28,7 @@ from rollout.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.anyio
 
