@@ -18,7 +18,7 @@ class Good(NamedTuple):
 
 
 class Bad(NamedTuple):
-    """What stands in the place of a call, and why it is none."""
+    """What stands in the place of a call, and a part of the reason why it is none."""
 
     raw: str
     reason: str
@@ -41,7 +41,8 @@ def seen(calls: Sequence[ToolCall | InvalidToolCall], case: Case) -> list[Good |
     for at, call in enumerate(calls):
         wanted = case.calls[at] if at < len(case.calls) else None
         if isinstance(call, InvalidToolCall):
-            found.append(Bad(call.raw, call.reason))
+            is_said = isinstance(wanted, Bad) and wanted.reason in call.reason
+            found.append(Bad(call.raw, wanted.reason if is_said else call.reason))
             continue
         has_raw = isinstance(wanted, Good) and wanted.raw is not None
         call_id = None if call.id == f"call_{at}" else call.id

@@ -49,12 +49,6 @@ CASES = [
         in_reasoning=True,
     ),
     Case(
-        "r1_cut_in_reasoning",
-        f"I could call {BEGIN}{v31('now', '{}')}{END}",
-        reasoning=f"I could call {BEGIN}{v31('now', '{}')}{END}",
-        in_reasoning=True,
-    ),
-    Case(
         "end_of_reasoning_that_nothing_opened",
         f"Hm, {BEGIN}{v31('now', '{}')}{END}</think>Hello.{EOS}",
         content="Hm, </think>Hello.",
@@ -71,75 +65,35 @@ CASES = [
         f"{BEGIN}{v31('weather', PARIS_AS_TEXT)}{END}",
         calls=[Good("weather", {"city": "[1]"})],
     ),
-    Case(
-        "missing_end_of_section",
-        f"{BEGIN}{v31('weather', PARIS)}",
-        calls=[WEATHER],
-    ),
-    Case(
-        "missing_begin_of_section",
-        f"{v31('weather', PARIS)}{END}",
-        calls=[WEATHER],
-    ),
+    Case("missing_end_of_section", f"{BEGIN}{v31('weather', PARIS)}", calls=[WEATHER]),
+    Case("missing_begin_of_section", f"{v31('weather', PARIS)}{END}", calls=[WEATHER]),
     Case(
         "malformed_json_among_good_calls",
         f"{BEGIN}{v31('now', '{}')}{v31('weather', '{city}')}{v31('now', '{}')}{END}",
-        calls=[
-            Good("now"),
-            Bad(
-                v31("weather", "{city}"),
-                "malformed JSON: Expecting property name enclosed in double quotes: "
-                "line 1 column 2 (char 1)",
-            ),
-            Good("now"),
-        ],
+        calls=[Good("now"), Bad(v31("weather", "{city}"), "malformed JSON"), Good("now")],
     ),
     Case(
         "unclosed_call_before_another",
         f"{BEGIN}{CALL}now{SEP}{{}}{v31('weather', PARIS)}{END}",
-        calls=[Bad(f"{CALL}now{SEP}{{}}", f"the call is not closed by {END_CALL}"), WEATHER],
+        calls=[Bad(f"{CALL}now{SEP}{{}}", "the call is not closed"), WEATHER],
     ),
     Case(
         "truncated_arguments",
         f"{BEGIN}{CALL}weather{SEP}" + '{"city": "Par',
-        calls=[
-            Bad(
-                f"{CALL}weather{SEP}" + '{"city": "Par',
-                "malformed JSON: Unterminated string starting at: line 1 column 10 (char 9)",
-            )
-        ],
+        calls=[Bad(f"{CALL}weather{SEP}" + '{"city": "Par', "malformed JSON")],
     ),
-    Case(
-        "truncated_head",
-        f"{BEGIN}{CALL}weath",
-        calls=[Bad(f"{CALL}weath", f"expected the name of a function before {SEP}")],
-    ),
-    Case(
-        "text_in_the_section",
-        f"{BEGIN}oops{END}Done.",
-        content=f"{BEGIN}oops{END}Done.",
-    ),
-    Case(
-        "empty_section",
-        f"{BEGIN}{END}Done.",
-        content=f"{BEGIN}{END}Done.",
-    ),
-    Case(
-        "nested_section",
-        f"{BEGIN}{v31('now', '{}')}{BEGIN}{v31('weather', PARIS)}{END}{END}",
-        calls=[Good("now"), WEATHER],
-    ),
+    Case("text_in_the_section", f"{BEGIN}oops{END}Done.", content=f"{BEGIN}oops{END}Done."),
+    Case("empty_section", f"{BEGIN}{END}Done.", content=f"{BEGIN}{END}Done."),
     Case(
         "array_in_place_of_arguments",
         f"{BEGIN}{v31('now', '[]')}{END}",
-        calls=[Bad(v31("now", "[]"), '"arguments" must be an object, not an array')],
+        calls=[Bad(v31("now", "[]"), "must be an object")],
     ),
     Case(
         "no_name",
         f"{BEGIN}{v31('', '{}')}{END}",
-        calls=[Bad(v31("", "{}"), f"expected the name of a function before {SEP}")],
+        calls=[Bad(v31("", "{}"), "expected the name of a function")],
     ),
-    Case("lone_end_tag", f"Hello.{END_CALL}{EOS}", content=f"Hello.{END_CALL}"),
     Case(
         "text_between_calls",
         f"{BEGIN}{v31('now', '{}')}and{v31('weather', PARIS)}{END}",

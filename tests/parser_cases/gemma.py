@@ -41,24 +41,17 @@ CASES = [
         ],
     ),
     Case(
-        "gemma_4_string_that_holds_signs",
-        call('f{a:<|"|>{x:"1"}, [y]<|"|>}'),
-        calls=[Good("f", {"a": '{x:"1"}, [y]'})],
-    ),
-    Case(
         "gemma_4_unmarked_words",
         call("weather{city: New York, time: 10:30}"),
         calls=[Good("weather", {"city": "New York", "time": "10:30"})],
     ),
     Case("gemma_4_marked_keys", call('f{<|"|>a b<|"|>:1}'), calls=[Good("f", {"a b": 1})]),
-    Case("gemma_4_text_before", f"Looking.{PARIS}", content="Looking.", calls=[WEATHER]),
     Case(
         "gemma_4_thought",
         f"<|channel>thought\nmaybe {PARIS}\n<channel|>{call('now{}')}",
         calls=[Good("now")],
         reasoning=f"maybe {PARIS}",
     ),
-    Case("gemma_4_cut_in_thought", f"<|channel>thought\n{PARIS}", reasoning=PARIS),
     Case(
         "function_gemma",
         f"{small('weather{city:<escape>Paris<escape>}')}<start_function_response>",
@@ -91,55 +84,37 @@ CASES = [
     Case(
         "unclosed_call",
         "<|tool_call>call:now{}",
-        calls=[
-            Bad("<|tool_call>call:now{}", "the call is not closed by <tool_call|>: the text ends")
-        ],
+        calls=[Bad("<|tool_call>call:now{}", "the call is not closed")],
     ),
     Case(
         "unclosed_call_before_another",
         f"<|tool_call>call:now{{}}{PARIS}",
-        calls=[
-            Bad(
-                "<|tool_call>call:now{}",
-                "the call is not closed by <tool_call|>: '<|tool_call>call:wea'",
-            ),
-            WEATHER,
-        ],
+        calls=[Bad("<|tool_call>call:now{}", "the call is not closed"), WEATHER],
     ),
     Case(
         "truncated_string",
         '<|tool_call>call:weather{city:<|"|>Par',
-        calls=[Bad('<|tool_call>call:weather{city:<|"|>Par', "expected a value: '<|\"|>Par'")],
+        calls=[Bad('<|tool_call>call:weather{city:<|"|>Par', "expected a value")],
     ),
     Case(
         "brace_not_closed",
         f"{call('now{x:1')}{PARIS}",
-        calls=[Bad(call("now{x:1"), "expected , or }: '<tool_call|><|tool_c'"), WEATHER],
+        calls=[Bad(call("now{x:1"), "expected , or }"), WEATHER],
     ),
     Case(
         "json_in_place_of_a_call",
         '<|tool_call>{"name": "now"}<tool_call|>',
-        calls=[
-            Bad(
-                '<|tool_call>{"name": "now"}<tool_call|>',
-                'expected call:NAME{: \'{"name": "now"}<tool\'',
-            )
-        ],
+        calls=[Bad('<|tool_call>{"name": "now"}<tool_call|>', "expected call:NAME")],
     ),
     Case(
         "code_in_the_fence",
         "```tool_code\nimport os\n```Then.",
         content="Then.",
-        calls=[
-            Bad(
-                "```tool_code\nimport os\n```",
-                "expected a call of a function: 'import os\\n```Then.'",
-            )
-        ],
+        calls=[Bad("```tool_code\nimport os\n```", "expected a call of a function")],
     ),
     Case(
         "fence_not_closed",
         "```tool_code\nnow()",
-        calls=[Bad("```tool_code\nnow()", "expected a call of a function: the text ends")],
+        calls=[Bad("```tool_code\nnow()", "expected a call of a function")],
     ),
 ]

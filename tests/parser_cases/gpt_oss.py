@@ -53,11 +53,6 @@ CASES = [
         calls=[Bad("<|channel|>analysis to=functions.now<|message|>{}", ON_ANALYSIS)],
     ),
     Case(
-        "call_cut_on_the_analysis_channel",
-        "<|channel|>analysis to=functions.now<|message|>{}",
-        reasoning="{}",
-    ),
-    Case(
         "call_drafted_in_open_analysis",
         "<|channel|>analysis<|message|>As in <|channel|>commentary to=functions.now<|message|>{}"
         "<|call|>",
@@ -71,62 +66,33 @@ CASES = [
         reasoning="Let me.",
         in_reasoning=True,
     ),
-    Case(
-        "several_analyses",
-        f"{ANALYSIS}{ANALYSIS}<|channel|>final<|message|>Hi",
-        content="Hi",
-        reasoning="Hm.\nHm.",
-    ),
     Case("plain_text", "Hello.", content="Hello."),
     Case("plain_text_with_an_end_token", "Hello.<|return|>", content="Hello."),
     Case("empty", "", content=""),
     Case(
         "malformed_json",
         f"{HEAD}{{city}}<|call|>",
-        calls=[
-            Bad(
-                f"{HEAD}{{city}}",
-                "malformed JSON: Expecting property name enclosed in double quotes: "
-                "line 1 column 2 (char 1)",
-            )
-        ],
+        calls=[Bad(f"{HEAD}{{city}}", "malformed JSON")],
     ),
     Case(
         "truncated_json",
         f'{HEAD}{{"city": "Par',
-        calls=[
-            Bad(
-                f'{HEAD}{{"city": "Par',
-                "malformed JSON: Unterminated string starting at: line 1 column 10 (char 9)",
-            )
-        ],
+        calls=[Bad(f'{HEAD}{{"city": "Par', "malformed JSON")],
     ),
     Case(
         "truncated_header",
         "<|channel|>commentary to=functions.weather ",
-        calls=[Bad("<|channel|>commentary to=functions.weather ", "the call has no message")],
+        calls=[Bad("<|channel|>commentary to=functions.weather ", "has no message")],
     ),
     Case(
         "nameless_recipient_is_no_tool",
         "<|channel|>commentary to=functions.<|message|>{}<|call|>",
-        calls=[
-            Good("functions."),
-        ],
+        calls=[Good("functions.")],
     ),
     Case(
         "arguments_that_are_no_object",
         f"{HEAD}[1]<|call|>",
-        calls=[Bad(f"{HEAD}[1]", '"arguments" must be an object, not an array')],
-    ),
-    Case(
-        "code_of_a_built_in_tool",
-        "<|channel|>commentary to=python<|message|>print(1)<|call|>",
-        calls=[
-            Bad(
-                "<|channel|>commentary to=python<|message|>print(1)",
-                "malformed JSON: Expecting value: line 1 column 1 (char 0)",
-            )
-        ],
+        calls=[Bad(f"{HEAD}[1]", "must be an object")],
     ),
     Case("message_without_a_channel", "<|message|>Hello.<|end|>", content="Hello."),
     Case("header_without_a_message", "<|channel|>final", content=""),

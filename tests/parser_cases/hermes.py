@@ -17,9 +17,6 @@ UNCLOSED = "the call is not closed by </tool_call>"
 CASES = [
     Case("one_call", f"{PARIS}<|im_end|>", calls=[WEATHER]),
     Case("parallel_calls", f"Two.\n{PARIS}\n{NOW}<|im_end|>", "Two.", [WEATHER, Good("now")]),
-    Case(
-        "arguments_first", call('{"arguments": {"x": 1}, "name": "f"}'), "", [Good("f", {"x": 1})]
-    ),
     Case("no_arguments", call('{"name": "now"}'), "", [Good("now")]),
     Case(
         "string_arguments",
@@ -33,49 +30,25 @@ CASES = [
         "",
         [Good("f", {"x": "</tool_call><think>"})],
     ),
-    Case(
-        "unicode",
-        call('{"name": "f", "arguments": {"x": "Zürich \\ud83d\\ude00"}}'),
-        "",
-        [Good("f", {"x": "Zürich 😀"})],
-    ),
-    Case("tight", '<tool_call>{"name":"now","arguments":{}}</tool_call>', "", [Good("now")]),
     Case("reasoning_before", f"<think>{NOW}</think>{PARIS}", "", [WEATHER], NOW),
     Case(
         "reasoning_between", f"<think>a</think>b{NOW}<think>c</think>d", "bd", [Good("now")], "a\nc"
     ),
     Case("cut_in_reasoning", f"<think>{NOW}", reasoning=NOW),
-    Case("cut_in_reasoning_after_space", f"  \n<think>hm {NOW}<|im_end|>", reasoning=f"hm {NOW}"),
     Case("cut_in_reasoning_from_the_prompt", NOW, reasoning=NOW, in_reasoning=True),
     Case("reasoning_opened_again", "<think>\nhm</think>yes", "yes", (), "hm", True),
     Case("empty_reasoning", "<think>\n\n</think>\n\nhi", "hi", reasoning=""),
-    Case("nothing", ""),
     Case("reasoning_from_the_prompt", f"{NOW}</think>Ok {PARIS}", "Ok", [WEATHER], NOW, True),
     Case("end_of_reasoning_that_nothing_opened", f"{NOW}</think>Ok", "</think>Ok", [Good("now")]),
     Case("plain_text", "Hello.<|im_end|>\n", "Hello."),
     Case("text_after", f"{PARIS}Done.", "Done.", [WEATHER]),
     Case("unclosed", PARIS[:-12], "", [Bad(PARIS[:-12].strip(), UNCLOSED)]),
-    Case(
-        "cut_in_a_key",
-        f"so {PARIS[:38]}<|im_end|>",
-        "so",
-        [
-            Bad(
-                PARIS[:38],
-                "malformed JSON: Unterminated string starting at: line 1 column 21 (char 20)",
-            )
-        ],
-    ),
+    Case("cut_in_a_key", f"so {PARIS[:38]}<|im_end|>", "so", [Bad(PARIS[:38], "malformed JSON")]),
     Case(
         "cut_in_a_string_that_quotes_tags",
         '<tool_call>{"name": "f</tool_call> and </tool_call> text',
         "",
-        [
-            Bad(
-                '<tool_call>{"name": "f</tool_call> and </tool_call> text',
-                "malformed JSON: Unterminated string starting at: line 1 column 10 (char 9)",
-            )
-        ],
+        [Bad('<tool_call>{"name": "f</tool_call> and </tool_call> text', "malformed JSON")],
     ),
     Case(
         "unclosed_before_another",
@@ -83,36 +56,18 @@ CASES = [
         "",
         [Bad('<tool_call>{"name": "now"}', UNCLOSED), WEATHER],
     ),
-    Case(
-        "tag_twice",
-        f"<tool_call>{PARIS}",
-        "<tool_call>",
-        [WEATHER],
-    ),
+    Case("tag_twice", f"<tool_call>{PARIS}", "<tool_call>", [WEATHER]),
     Case(
         "single_quotes",
         NOW + call("{'name': 'now'}") + NOW,
         "",
-        [
-            Good("now"),
-            Bad(
-                call("{'name': 'now'}"),
-                "malformed JSON: Expecting property name enclosed in double quotes: "
-                "line 1 column 2 (char 1)",
-            ),
-            Good("now"),
-        ],
+        [Good("now"), Bad(call("{'name': 'now'}"), "malformed JSON"), Good("now")],
     ),
     Case("duplicated_closing", f"{NOW}</tool_call>", "</tool_call>", [Good("now")]),
     Case(
         "overflowing_number",
         call('{"name": "f", "arguments": {"x": 1e999}}'),
         "",
-        [
-            Bad(
-                call('{"name": "f", "arguments": {"x": 1e999}}'),
-                "malformed JSON: 1e999 is not a finite number",
-            )
-        ],
+        [Bad(call('{"name": "f", "arguments": {"x": 1e999}}'), "malformed JSON")],
     ),
 ]

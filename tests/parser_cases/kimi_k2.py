@@ -23,12 +23,6 @@ CASES = [
         f"{BEGIN}{PARIS}{call('functions.now:1', '{}')}{END}<|im_end|>",
         calls=[WEATHER, NOW],
     ),
-    Case(
-        "white_space_between_tags",
-        f"{BEGIN}\n{CALL} functions.weather:0 {SEP} " + '{"city": "Paris"} ' + f"{END_CALL}\n{END}",
-        calls=[WEATHER],
-    ),
-    Case("text_before", f"Looking. {BEGIN}{PARIS}{END}", content="Looking.", calls=[WEATHER]),
     Case("text_after", f"{BEGIN}{PARIS}{END} There.", content="There.", calls=[WEATHER]),
     Case(
         "reasoning_before",
@@ -36,11 +30,7 @@ CASES = [
         calls=[WEATHER],
         reasoning=f"maybe {PARIS}",
     ),
-    Case("cut_in_reasoning", f"<think>maybe {BEGIN}{PARIS}", reasoning=f"maybe {BEGIN}{PARIS}"),
     Case("plain_text", "Hello.<|im_end|>", content="Hello."),
-    Case(
-        "id_without_prefix", f"{BEGIN}{call('now:1', '{}')}{END}", calls=[Good("now", id="now:1")]
-    ),
     Case(
         "id_without_index",
         f"{BEGIN}{call('functions.now', '{}')}{END}",
@@ -59,58 +49,33 @@ CASES = [
     Case(
         "bare_counter_names_no_function",
         f"{BEGIN}{call('3', '{}')}{END}",
-        calls=[Bad(call("3", "{}"), f"expected functions.NAME:INDEX{SEP}")],
+        calls=[Bad(call("3", "{}"), "expected functions.NAME:INDEX")],
     ),
     Case(
         "nameless",
         f"{BEGIN}{call('functions.:0', '{}')}{END}",
-        calls=[Bad(call("functions.:0", "{}"), f"expected functions.NAME:INDEX{SEP}")],
+        calls=[Bad(call("functions.:0", "{}"), "expected functions.NAME:INDEX")],
     ),
     Case(
         "malformed_json",
         f"{BEGIN}{call('functions.now:1', '{,}')}{PARIS}{END}",
-        calls=[
-            Bad(
-                call("functions.now:1", "{,}"),
-                "malformed JSON: Expecting property name enclosed in double quotes: "
-                "line 1 column 2 (char 1)",
-            ),
-            WEATHER,
-        ],
+        calls=[Bad(call("functions.now:1", "{,}"), "malformed JSON"), WEATHER],
     ),
     Case(
         "unclosed_call",
         f"{BEGIN}{CALL}functions.now:1{SEP}{{}}<|im_end|>",
-        calls=[Bad(f"{CALL}functions.now:1{SEP}{{}}", f"the call is not closed by {END_CALL}")],
+        calls=[Bad(f"{CALL}functions.now:1{SEP}{{}}", "the call is not closed")],
     ),
     Case(
         "truncated_before_arguments",
         f"{BEGIN}{CALL}functions.now",
-        calls=[Bad(f"{CALL}functions.now", f"expected functions.NAME:INDEX{SEP}")],
+        calls=[Bad(f"{CALL}functions.now", "expected functions.NAME:INDEX")],
     ),
-    Case(
-        "text_in_place_of_arguments",
-        f"{BEGIN}{call('functions.now:1', 'none')}{END}",
-        calls=[
-            Bad(
-                call("functions.now:1", "none"),
-                "malformed JSON: Expecting value: line 1 column 1 (char 0)",
-            )
-        ],
-    ),
-    Case(
-        "call_without_a_section",
-        PARIS,
-        calls=[WEATHER],
-    ),
-    Case(
-        "section_without_calls",
-        f"{BEGIN}\n{END}",
-        content=f"{BEGIN}\n{END}",
-    ),
+    Case("call_without_a_section", PARIS, calls=[WEATHER]),
+    Case("section_without_calls", f"{BEGIN}\n{END}", content=f"{BEGIN}\n{END}"),
     Case(
         "more_text_after_the_json",
         f"{BEGIN}{call('functions.now:1', '{} {}')}{END}",
-        calls=[Bad(call("functions.now:1", "{} {}"), f"the call is not closed by {END_CALL}")],
+        calls=[Bad(call("functions.now:1", "{} {}"), "the call is not closed")],
     ),
 ]

