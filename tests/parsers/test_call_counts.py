@@ -20,8 +20,8 @@ from rollout.config import JournalConfig, LimitsConfig, ObserveConfig
 from rollout.errors import EngineError
 from rollout.observe.report import write_report
 from rollout.testing import Scenario, run_virtual, tool_call
-from rollout.tools import Tool, ToolPolicy, ToolResult, ToolSession, TransientError
-from slow_cases import slow_after, slow_but
+from rollout.tools import Tool, ToolPolicy, ToolSession, TransientError
+from slow_cases import slow_after
 
 
 @function_tool
@@ -48,48 +48,10 @@ async def is_late() -> str:
     return ""
 
 
-@function_tool(policy=ToolPolicy(timeout_s=1000))
-async def outlasts_the_turn() -> str:
-    """Take longer than the turn may."""
-    await anyio.sleep(1000)
-    return ""
-
-
 @function_tool(policy=ToolPolicy(retries=2, backoff_s=0.1))
 async def is_retried() -> str:
     """Fail as if another time it might not."""
     raise TransientError("not now")
-
-
-@function_tool
-async def stays() -> str:
-    """Be not ended by cancellation."""
-    with anyio.CancelScope(shield=True):
-        await anyio.sleep(1000)
-    return ""
-
-
-@function_tool
-async def shows() -> Any:
-    """Show what the model cannot see."""
-    return ToolResult("look", images=[b"\x89PNG\r\n\x1a\n"])
-
-
-class InLine(Tool):
-    """Calls run one after the other; the second is not done before the turn is over."""
-
-    name = "in_line"
-    schema: ClassVar = {"type": "function", "function": {"name": "in_line", "parameters": {}}}
-
-    async def open(self, context: Any) -> ToolSession:
-        class Session(ToolSession):
-            serial = self
-
-            async def execute(self, call: Any) -> Any:
-                await anyio.sleep(25)
-                return "done"
-
-        return Session()
 
 
 class Closed(Tool):
@@ -132,24 +94,16 @@ class IsTriedAgain(AgentLoop):
             raise EngineError("lost")
 
 
-TOOLS: tuple[Any, ...] = (
-    *(works, raises, is_late, outlasts_the_turn, is_retried, stays, shows),
-    *(InLine(), Closed()),
-)
+TOOLS: tuple[Any, ...] = (works, raises, is_late, is_retried, Closed())
 #: Calls of one turn, how many are counted of them, and how many of those as errors.
 KINDS = {
     "works": (tool_call("works"), 1, 0),
     "raises": (tool_call("raises") + tool_call("works"), 2, 1),
     "late": (tool_call("is_late"), 1, 1),
-    "turn": (tool_call("outlasts_the_turn") + tool_call("works"), 2, 1),
     "retried": (tool_call("is_retried"), 1, 1),
-    "stays": (tool_call("stays"), 1, 1),
-    "shows": (tool_call("shows") + tool_call("works"), 2, 1),
     "unknown": (tool_call("nothing") + tool_call("works"), 2, 1),
-    "arguments": (tool_call("works", x="a") + tool_call("works"), 2, 1),
     "parsed": ("<tool_call>{</tool_call>" + tool_call("works"), 2, 1),
     "many": (tool_call("works") * 6, 6, 2),
-    "in line": (tool_call("in_line") * 3, 2, 1),  # the third never began
     "closed": (tool_call("closed") * 2, 2, 2),
 }
 
@@ -210,7 +164,7 @@ def run(settings: Any, given: Sequence[Prompt], *, resume: bool = False) -> tupl
     return run_virtual(body)
 
 
-@pytest.mark.parametrize("kind", slow_after(3, KINDS))
+@pytest.mark.parametrize("kind", slow_after(4, KINDS))
 def test_calls_that_fail_are_counted_alike_everywhere(kind: str, tmp_path: Path) -> None:
     batch, status = run(config(tmp_path), prompts([kind]))
     assert counts_of(batch, status, tmp_path) == KINDS[kind][1:]
@@ -226,12 +180,11 @@ def test_calls_of_subagents_and_of_earlier_attempts_are_counted_alike_everywhere
     assert counts_of(batch, status, tmp_path) == (8, 4)
 
 
-@pytest.mark.parametrize("share", slow_but([0.3, 0.6, 0.9], 0.6))
-def test_calls_of_a_resumed_run_are_counted_alike_everywhere(share: float, tmp_path: Path) -> None:
-    kinds = [kind for kind in KINDS if kind not in ("stays", "turn", "in line")]
+def test_calls_of_a_resumed_run_are_counted_alike_everywhere(tmp_path: Path) -> None:
+    kinds = list(KINDS)
     before, whole = tmp_path / "journal", tmp_path / "whole"
     expected = counts_of(*run(config(whole, before), prompts(kinds)), whole)
     ends = record_ends(before)
-    half = cut(before, ends[int(share * len(ends))])
+    half = cut(before, ends[int(0.6 * len(ends))])
     resumed = run(config(tmp_path / "resumed", half), prompts(kinds), resume=True)
     assert counts_of(*resumed, tmp_path / "resumed") == expected

@@ -37,37 +37,15 @@ def parsed(family: str, body: str) -> Any:
 @pytest.mark.parametrize(
     ("body", "arguments"),
     [
-        ("{data_refs:['ds_152a']}", {"data_refs": ["ds_152a"]}),
         ("{data_refs:['a,b']}", {"data_refs": ["a,b"]}),
-        ("{opts:{'mode': 'fast'}}", {"opts": {"mode": "fast"}}),
-        ("{city:'Paris'}", {"city": "Paris"}),
         ("{'city':'Paris'}", {"city": "Paris"}),
-        ("{data_refs:['']}", {"data_refs": [""]}),
-        ("{data_refs:[ 'a' , \"b\", <m>c<m> ]}", {"data_refs": ["a", "b", "c"]}),
         ("{opts:{\"mode\": 'fast', n: 1}}", {"opts": {"mode": "fast", "n": 1}}),
-        ("{a:'',b:\"\",c:<m><m>}", {"a": "", "b": "", "c": ""}),
         ("{a:'x}, b:[1]: {',b:2}", {"a": "x}, b:[1]: {", "b": 2}),
-        ('{a:"x}, b:[1]: {",b:2}', {"a": "x}, b:[1]: {", "b": 2}),
-        ("{a:'say \"hi\"',b:\"it's\",c:<m>it's \"so\"<m>}",
-         {"a": 'say "hi"', "b": "it's", "c": 'it\'s "so"'}),
-        (r"""{a:"say \"hi\"",b:'it\'s',c:"tab\tline\nend"}""",
-         {"a": 'say "hi"', "b": "it's", "c": "tab\tline\nend"}),
-        (r"""{a:"\u00e9\/\ud83d\ude00",b:'\xe9\u00e9\U0001f600\\'}""",
-         {"a": "é/😀", "b": "éé😀\\"}),
         (r"""{a:"it\'s",b:"\d+",c:'\d+',d:<m>\n\d<m>}""",
          {"a": "it's", "b": r"\d+", "c": r"\d+", "d": r"\n\d"}),
         (r"""{a:r'\d+\n',b:r"\d",c:u'x'}""", {"a": r"\d+\n", "b": r"\d", "c": "x"}),
         ('{a:"""one\n"two" \'three\'\n""",b:\'\'\'it\'s\'\'\'}',
          {"a": "one\n\"two\" 'three'\n", "b": "it's"}),
-        ("{a:'one\ntwo',b:\"one\ntwo\"}", {"a": "one\ntwo", "b": "one\ntwo"}),
-        ("{'a,b':1,\"c:d\":2,<m>e}f<m>:3,'it\\'s':4,\"\":5,' g ':6}",
-         {"a,b": 1, "c:d": 2, "e}f": 3, "it's": 4, "": 5, " g ": 6}),
-        ("{ 'a' : 1 ,\n \"b\" : 'x' ,\t<m>c<m> : [ ] , d : { } , }",
-         {"a": 1, "b": "x", "c": [], "d": {}}),
-        ("{a:[['x', {'k': ['y,', {}]}], \"z\",]}", {"a": [["x", {"k": ["y,", {}]}], "z"]}),
-        ("{a:True,b:False,c:None,d:[None, true],'e':null}",
-         {"a": True, "b": False, "c": None, "d": [None, True], "e": None}),
-        ("{a:'True',b:\"1\",c:<m>null<m>}", {"a": "True", "b": "1", "c": "null"}),
         ("{city:it's,b:[don't, O'Brien, dogs'],c:'x'}",
          {"city": "it's", "b": ["don't", "O'Brien", "dogs'"], "c": "x"}),
         ("{a:echo \"hi\" 'you', b:the '90s}", {"a": "echo \"hi\" 'you'", "b": "the '90s"}),
@@ -84,24 +62,13 @@ def test_gemma_value_in_any_quotes_is_what_it_says(
     "body",
     [
         "{city:'Paris}",
-        '{city:"Paris}',
         "{city:<m>Paris}",
-        "{city:'Paris\"}",
-        "{city:<m>Paris\"}",
         "{city:'it's'}",
         "{city:'a' 'b'}",
-        "{city:'Paris' n:1}",
-        "{'city:'Paris'}",
         "{'city' 'Paris'}",
-        "{city:['a' 'b']}",
         "{city:say 'a, b: c'}",
-        '{city:say "a, b: c"}',
-        "{data_refs:[say 'a,b']}",
         "{data_refs:[f'a,b']}",
-        "{data_refs:[b'a']}",
         "{data_refs:[('a','b')]}",
-        "{data_refs:[max(1,2)]}",
-        "{city:\"a\", b\": c\"}",
         r"""{city:"\ud83d"}""",
     ],
 )  # fmt: skip
@@ -175,7 +142,7 @@ def spellings(draw: st.DrawFn, value: Any, mark: str) -> str:
 
 
 @FAMILIES
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(arguments=st.dictionaries(TEXTS, VALUES, max_size=4), data=st.data())
 def test_gemma_arguments_in_any_mix_of_quotings_come_back_equal(
     family: str, arguments: dict[str, Any], data: st.DataObject
@@ -185,13 +152,3 @@ def test_gemma_arguments_in_any_mix_of_quotings_come_back_equal(
     (call,) = get_tool_parser("gemma").parse(f"{opening}call:f{body}{end}").calls
     assert isinstance(call, ToolCall), call
     assert json.dumps(call.arguments) == json.dumps(arguments)
-
-
-@pytest.mark.parametrize(
-    ("deep", "reason"), [("x:[", "nested too deeply: "), ("call:f{", "expected , or ]: '")]
-)
-def test_gemma_call_is_read_up_to_its_first_fault(deep: str, reason: str) -> None:
-    text = f"<|tool_call>call:f{{x:[{deep.removeprefix('x:') * 100_000}"
-    (call,) = get_tool_parser("gemma").parse(text).calls
-    assert isinstance(call, InvalidToolCall)
-    assert call.reason.startswith(reason)

@@ -34,7 +34,6 @@ DIFFERENCES = {
     "truncated_header": "theirs refuses a header without a message; the model must hear of it",
     "header_without_a_message": "theirs refuses a header without a message; it says nothing",
     "call_made_on_the_analysis_channel": "theirs is a message; calls in reasoning are not executed",
-    "call_cut_on_the_analysis_channel": "theirs is a message; calls in reasoning are not executed",
     "end_token_twice": "theirs refuses the second end token; nothing is lost without it",
     "nameless_recipient_is_no_tool": "theirs calls nothing; the model must hear of it",
     "analysis_opened_by_the_prompt": "theirs is told nothing of the prompt's analysis",

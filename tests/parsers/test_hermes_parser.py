@@ -8,8 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollout.chat import ParsedTurn, get_tool_parser, register_tool_parser, tool_parser_names
-from rollout.errors import ConfigError
+from rollout.chat import ParsedTurn, get_tool_parser
 from rollout.types import InvalidToolCall, ToolCall
 
 JSON = st.recursive(
@@ -33,16 +32,6 @@ def block(body: str) -> str:
     return f"<tool_call>\n{body}\n</tool_call>"
 
 
-def only_reason(body: str) -> str:
-    raw = block(body)
-    turn = parse(f"before {raw} after")
-    (call,) = turn.calls
-    assert isinstance(call, InvalidToolCall)
-    assert call.raw == raw
-    assert turn.content == "before  after"
-    return call.reason
-
-
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(NAMES, ARGUMENTS), min_size=1, max_size=4))
 def test_hermes_any_calls_come_back_in_order_with_their_raw_text(
@@ -63,75 +52,34 @@ def test_hermes_any_calls_come_back_in_order_with_their_raw_text(
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        (
-            '{"name": "f", "arguments": {"x": 1]}',
-            "malformed JSON: Expecting ',' delimiter: line 1 column 35 (char 34)",
-        ),
-        (
-            "{'name': 'f'}",
-            "malformed JSON: Expecting property name enclosed in double quotes: "
-            "line 1 column 2 (char 1)",
-        ),
-        (
-            '{"name": "f", "arguments": {"x": "1}}',
-            "malformed JSON: Invalid control character at: line 1 column 38 (char 37)",
-        ),
-        ('{"name": "f"} {}', "the call is not closed by </tool_call>"),
-        ("", "malformed JSON: Expecting value: line 1 column 1 (char 0)"),
+        ('{"name": "f", "arguments": {"x": 1]}', "malformed JSON: Expecting ',' delimiter"),
+        ('{"name": "f"} {}', "the call is not closed"),
         ('{"arguments": {}}', 'the call has no "name"'),
-        ('{"name": null, "arguments": {}}', 'the call has no "name"'),
-        ('{"name": 3, "arguments": {}}', '"name" must be a non-empty string, not 3'),
         ('{"name": " ", "arguments": {}}', "\"name\" must be a non-empty string, not ' '"),
-        ('{"name": "f", "arguments": [1]}', '"arguments" must be an object, not an array'),
         ('{"name": "f", "arguments": null}', '"arguments" must be an object, not null'),
         ('{"name": "f", "arguments": "3"}', '"arguments" must be an object, not a number'),
-        (
-            '{"name": "f", "arguments": "{oops"}',
-            '"arguments" is a string of malformed JSON: Expecting property name enclosed in '
-            "double quotes: line 1 column 2 (char 1)",
-        ),
-        (
-            '{"name": "f", "arguments": "{} {}"}',
-            '"arguments" is a string of malformed JSON: more text follows the value',
-        ),
-        (
-            '{"name": "f", "parameters": {"x": 1}}',
-            'the call has no "arguments", but "parameters"',
-        ),
+        ('{"name": "f", "arguments": "{oops"}', '"arguments" is a string of malformed JSON'),
+        ('{"name": "f", "parameters": {}}', 'the call has no "arguments", but "parameters"'),
         ('["f", {}]', "a call must be an object with name and arguments, not an array"),
-        ("true", "a call must be an object with name and arguments, not a boolean"),
-        ('{"name": "f", "arguments": {"x": NaN}}', "malformed JSON: NaN is not a finite number"),
-        ("__import__('os')", "malformed JSON: Expecting value: line 1 column 1 (char 0)"),
+        ('{"name": "f", "arguments": {"x": NaN}}', "NaN is not a finite number"),
     ],
 )
 def test_hermes_faulty_call_says_what_is_wrong(body: str, reason: str) -> None:
-    assert only_reason(body) == reason
+    turn = parse(f"before {block(body)} after")
+    (call,) = turn.calls
+    assert isinstance(call, InvalidToolCall)
+    assert call.raw == block(body)
+    assert reason in call.reason
+    assert turn.content == "before  after"
 
 
-def test_hermes_huge_integer_is_a_faulty_call() -> None:
-    reason = only_reason('{"name": "f", "arguments": {"x": ' + "9" * 5000 + "}}")
-    assert reason.startswith("malformed JSON: Exceeds the limit")
-
-
-def test_hermes_equal_keys_take_the_last_value() -> None:
-    (call,) = parse(block('{"name": "f", "arguments": {"x": 1, "x": 2}, "name": "g"}')).calls
-    assert isinstance(call, ToolCall)
-    assert (call.name, call.arguments) == ("g", {"x": 2})
-
-
-@pytest.mark.parametrize("said", ["a </s> b", "<s>old price</s>", "It is <|eot_id|>", "<|im_end|>"])
-@pytest.mark.parametrize("end", ["", "<|im_end|>", "<|im_end|>\n", " <|im_end|>"])
-def test_hermes_the_one_end_token_is_no_content_and_other_spellings_are(
-    said: str, end: str
-) -> None:
-    if end or said != "<|im_end|>":
-        assert parse(f"{said}{end}") == ParsedTurn(content=said)
-
-
-def test_hermes_deep_nesting_is_a_faulty_call() -> None:
-    raw = "<tool_call>" + "[" * 1_000_000 + "</tool_call>"
-    (call,) = parse(raw).calls
-    assert call == InvalidToolCall(raw=raw, reason="malformed JSON: nested too deeply")
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [("hermes", "<|im_end|>\n"), ("llama3", "<|eot_id|>"), ("pythonic", "<|eot|>")],
+)
+@pytest.mark.parametrize("said", ["a </s> b", "<s>old price</s>", "It is <|eot_id|>"])
+def test_end_token_is_no_content_and_other_spellings_are(name: str, end: str, said: str) -> None:
+    assert get_tool_parser(name).parse(f"{said}{end}") == ParsedTurn(content=said)
 
 
 @pytest.mark.parametrize(("depth", "is_call"), [(98, True), (99, False), (900, False)])
@@ -141,19 +89,6 @@ def test_hermes_nesting_is_bounded(depth: int, is_call: bool) -> None:
     assert isinstance(call, ToolCall) == is_call
     if isinstance(call, InvalidToolCall):
         assert call.reason == "malformed JSON: nested too deeply"
-
-
-def test_registry_unknown_format_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError) as caught:
-        get_tool_parser("hermess")
-    known = ", ".join(tool_parser_names())
-    assert str(caught.value) == f"unknown tool-call format 'hermess'; expected one of: {known}"
-    assert "hermes" in tool_parser_names()
-
-
-def test_registry_taken_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'hermes' is registered already"):
-        register_tool_parser("hermes")(type(get_tool_parser("hermes")))
 
 
 def test_hermes_brackets_in_strings_are_no_nesting() -> None:

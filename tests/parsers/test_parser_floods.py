@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from time import process_time  # noqa: TID251  (what is compared is CPU time)
 
 import pytest
@@ -15,7 +14,7 @@ from rollout.chat.parsers.scan import MAX_CALLS, MAX_TAGS
 from rollout.types import InvalidToolCall, ToolCall
 from slow_cases import slow_but
 
-SMALL, TIMES = 20_000, 8
+SMALL, TIMES = 10_000, 8
 #: Eight times the text may take this many times longer; quadratic work takes 64 times.
 MOST = 3 * TIMES
 #: Seconds below which a measurement says nothing: a tick of some clocks is a hundredth.
@@ -54,21 +53,18 @@ def test_parser_every_flood_takes_time_linear_in_its_length(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", slow_but(FRAGMENTS, "hermes", "gpt_oss", "pythonic"))
-@pytest.mark.parametrize("deep", ["[", "(", "{", '{"a":', "[{", "-", "f(x=", "{a:", "'", '"'])
+@pytest.mark.parametrize("deep", ["[", '{"a":', "f(x=", "'"])
 def test_parser_deep_nesting_does_no_harm(name: str, deep: str) -> None:
     openings = [one for one in FRAGMENTS[name] if len(one) > 1]
-    for opening, size in itertools.product(openings, (200, 5_000, 100_000)):
+    for opening, size in itertools.product(openings, (200, 100_000)):
         turn = get_tool_parser(name).parse(opening + deep * size)
         assert turn.content == turn.content.strip()
 
 
-@pytest.mark.parametrize("space", [" ", "\n"])
 @pytest.mark.parametrize("name", FRAGMENTS)
-def test_parser_white_space_after_a_fragment_takes_time_linear_in_its_length(
-    name: str, space: str
-) -> None:
+def test_parser_white_space_after_a_fragment_takes_time_linear_in_its_length(name: str) -> None:
     for one in FRAGMENTS[name]:
-        small, large = (f"{one}{space * size}x" for size in (SMALL, TIMES * SMALL))
+        small, large = (one + "\n" * size + "x" for size in (SMALL, TIMES * SMALL))
         assert any(is_linear(name, small, large) for _ in range(3)), one
 
 
@@ -101,66 +97,33 @@ def test_parser_call_after_too_many_tags_is_content() -> None:
     assert turn.content.endswith(call)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "shown"),
-    [
-        ("pythonic", "[f(x=[{}])]", "'f(x=[None,"),
-        ("gemma", "<|tool_call>call:f{{x:[{}]}}<tool_call|>", "'None,"),
-        ("llama3", "<|python_tag|>f.call(x=[None,{}])", "'x=[None,"),
-    ],
-)
-def test_parser_call_with_too_many_values_is_invalid(name: str, text: str, shown: str) -> None:
-    (call,) = get_tool_parser(name).parse(text.format("None," * 9)).calls
-    assert isinstance(call, ToolCall)
-    (call,) = get_tool_parser(name).parse(text.format("None," * MAX_VALUES)).calls
-    assert isinstance(call, InvalidToolCall)
-    assert call.reason.startswith(f"more than 50,000 values in a call: {shown}")
-
-
-@pytest.mark.parametrize("bracket", ["()", "[]", "{}"])
+@pytest.mark.parametrize("item", ["None,", "[],"])
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("pythonic", "[f(x={})]"),
-        ("gemma", "```tool_code\nf(x={})\n```"),
-        ("llama3", "<|python_tag|>f.call(x={})"),
+        ("pythonic", "[f(x=[{}])]"),
+        ("gemma", "<|tool_call>call:f{{x:[{}]}}<tool_call|>"),
+        ("llama3", "<|python_tag|>f.call(x=[{}])"),
     ],
 )
-def test_parser_call_with_too_many_brackets_is_found_out_soon(
-    name: str, text: str, bracket: str
-) -> None:
-    (call,) = get_tool_parser(name).parse(text.format(bracket * 500_000)).calls
+def test_parser_call_with_too_many_values_is_invalid(name: str, text: str, item: str) -> None:
+    (call,) = get_tool_parser(name).parse(text.format(item * 9)).calls
+    assert isinstance(call, ToolCall)
+    (call,) = get_tool_parser(name).parse(text.format(item * MAX_VALUES)).calls
     assert isinstance(call, InvalidToolCall)
     assert call.reason.startswith("more than 50,000 values in a call: ")
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("pythonic", "[f({})]"),
-        ("gemma", "```tool_code\nf({})\n```"),
-        ("llama3", "<|python_tag|>f.call({})"),
-    ],
-)
-def test_parser_call_with_too_many_arguments_is_invalid(name: str, text: str) -> None:
-    (call,) = get_tool_parser(name).parse(text.format("x=1," * 9)).calls
-    assert isinstance(call, ToolCall)
-    (call,) = get_tool_parser(name).parse(text.format("x=1," * (MAX_VALUES + 2))).calls
-    assert isinstance(call, InvalidToolCall)
-    assert re.match(r"more than 50,000 values in a call: '(f\()?x=1,", call.reason)
-
-
-@pytest.mark.parametrize("deep", [1, 20, 48])
-def test_parser_brackets_that_open_before_a_faulty_list_are_read_once(deep: int) -> None:
+def test_parser_brackets_that_open_before_a_faulty_list_are_read_once() -> None:
     def nested(commas: int) -> str:
-        return "x " + "[f(a=q, " * deep + "1," * commas + ")]" * deep
+        return "x " + "[f(a=q, " * 48 + "1," * commas + ")]" * 48
 
     assert any(is_linear("pythonic", nested(5_000), nested(40_000)) for _ in range(3))
     text = nested(400_000)
     assert any(seconds("pythonic", text) < 1.0 for _ in range(3))  # it parses twice
 
 
-@pytest.mark.parametrize("part", ["a<", "'' ", "a and ", "1+", "1-", "(1)", "{}", "-", "#\n"])
+@pytest.mark.parametrize("part", ["a<", "1+", "{}"])
 def test_parser_array_that_is_no_literal_is_found_out_soon(part: str) -> None:
     arrays = {"type": "object", "properties": {"x": {"type": "array"}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": arrays}}]
@@ -181,13 +144,3 @@ def test_parser_fence_of_many_calls_is_read_as_far_as_a_turn_may_have() -> None:
     assert any(seconds("gemma", text) < 1.0 for _ in range(3))
     (call,) = get_tool_parser("gemma").parse(text).calls
     assert isinstance(call, InvalidToolCall)
-
-
-def test_parser_value_that_may_be_text_only_is_read_as_nothing_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("rollout.chat.parsers.argument_types.read_bare", lambda _: 1 / 0)
-    text = "<function=f><parameter=x>[{'a': 1}]</parameter></function>"
-    (call,) = get_tool_parser("qwen3_coder").parse(text).calls
-    assert isinstance(call, ToolCall)
-    assert call.arguments == {"x": "[{'a': 1}]"}

@@ -13,7 +13,6 @@ from rollout import (
     GatewayConfig,
     Outcome,
     Prompt,
-    Trajectory,
     function_tool,
     open_rollout,
 )
@@ -71,20 +70,12 @@ def test_tag_in_prose_is_content(name: str) -> None:
             assert (turn.content, turn.reasoning, turn.calls) == (text, None, ())
 
 
-def test_token_in_a_final_message_is_content() -> None:
-    parser = get_tool_parser("gpt_oss")
-    for text in (text for name, text in ALONE + BOTH if name == "gpt_oss"):
-        turn = parser.parse(f"<|channel|>final<|message|>{text} So.<|return|>", TOOLS)
-        assert (turn.content, turn.reasoning, turn.calls) == (f"{text} So.", None, ())
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_call_after_a_tag_in_prose_is_the_only_call(name: str) -> None:
     call = WRITE[name]("add", {"a": 1, "b": 2})
     for tag in (*OPENING[name], *(() if name == "gpt_oss" else CLOSING[name])):
         for said in (f"I wrap it in {tag} now.", f"It is `{tag}`:", f"I write {tag}"):
             if name == "gpt_oss":
-                call = WRITE[name]("add", {"a": 1, "b": 2})
                 text = f"<|channel|>commentary<|message|>{said}<|end|>{call}"
             else:
                 text = f"{said}\n{call}"
@@ -157,20 +148,6 @@ def parse_of(name: str, text: str) -> tuple[str, list[str]]:
     return turn.content, [getattr(call, "name", "invalid") for call in turn.calls]
 
 
-@pytest.mark.parametrize(
-    ("name", "end"), [("kimi_k2", "<|tool_call_end|>"), ("deepseek_v3", "<｜tool▁call▁end｜>")]
-)
-def test_end_tag_of_a_call_written_twice_is_dropped(name: str, end: str) -> None:
-    call = WRITE[name]("add", {"a": 1})
-    assert parse_of(name, call.replace(end, end * 2)) == ("", ["add"])
-
-
-def test_empty_function_in_code_is_content() -> None:
-    for text in ("Write `<function=exec></function>`.", "```\n<function=exec>\n</function>\n```"):
-        assert parse_of("qwen3_coder", text) == (text, [])
-    assert parse_of("qwen3_coder", "So.\n<function=exec>\n</function>") == ("So.", ["exec"])
-
-
 @pytest.mark.parametrize("name", sorted(set(FORMATS) - {"gpt_oss"}))
 def test_closing_tag_of_reasoning_that_nothing_opened_is_content(name: str) -> None:
     parser = get_tool_parser(name)
@@ -205,19 +182,15 @@ def test_turn_with_an_invalid_call_keeps_its_text_in_the_order_written(name: str
 
 
 PROSE = "Use <tool_call> and </tool_call> around it, and then go on."
-THINK = "Close it with </think> please."
 FAULTY = '<tool_call>\n{"name": "add", "arguments": {"a": 1,}}\n</tool_call>'
 MIXED = f"First I say this.\n{FAULTY}\nThen I say that."
-QWEN = "Write `<function=exec>` to call, in <tool_call> and </tool_call>."
 QUOTED = WRITE["qwen3_coder"](
     "write", {"filePath": "a", "content": WRITE["qwen3_coder"]("exec", {"command": "rm"})}
 )
 #: What a model of a format says, and what clients are told of it.
 TOLD = {
     "prose": ("hermes", PROSE, PROSE, []),
-    "end of thought": ("hermes", THINK, THINK, []),
     "faulty call": ("hermes", MIXED, MIXED, []),
-    "function": ("qwen3_coder", QWEN, QWEN, []),
     "then a call": (
         "hermes",
         f"I wrap it in <tool_call> now.\n{WRITE['hermes']('add', {'a': 1, 'b': 2})}",
@@ -228,10 +201,10 @@ TOLD = {
 }
 
 
-@pytest.fixture(params=["trio", "asyncio"])
-def anyio_backend(request: pytest.FixtureRequest) -> str:
+@pytest.fixture
+def anyio_backend() -> str:
     """Real sockets, so real time."""
-    return str(request.param)
+    return "trio"
 
 
 def events(text: str) -> list[dict[str, Any]]:
@@ -239,7 +212,7 @@ def events(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def ask_chat(client: Client, *, is_streamed: bool) -> tuple[str, list[str]]:
+def ask(client: Client, *, is_streamed: bool) -> tuple[str, list[str]]:
     got = client.chat(user("One"), tools=TOOLS, stream=is_streamed)
     assert got.status_code == 200, got.text
     if not is_streamed:
@@ -256,49 +229,8 @@ def ask_chat(client: Client, *, is_streamed: bool) -> tuple[str, list[str]]:
     return "".join(delta.get("content") or "" for delta in deltas), calls
 
 
-def ask_messages(client: Client, *, is_streamed: bool) -> tuple[str, list[str]]:
-    tools = [
-        {"name": each["function"]["name"], "input_schema": each["function"]["parameters"]}
-        for each in TOOLS
-    ]
-    got = client.post(
-        "/v1/messages", messages=[user("One")], max_tokens=900, tools=tools, stream=is_streamed
-    )
-    assert got.status_code == 200, got.text
-    if not is_streamed:
-        blocks = got.json()["content"]
-        text = "".join(each["text"] for each in blocks if each["type"] == "text")
-        return text, [each["name"] for each in blocks if each["type"] == "tool_use"]
-    heard = events(got.text)
-    text = "".join(
-        each["delta"].get("text", "") for each in heard if each["type"] == "content_block_delta"
-    )
-    begun = [each["content_block"] for each in heard if each["type"] == "content_block_start"]
-    return text, [each["name"] for each in begun if each["type"] == "tool_use"]
-
-
-def ask_responses(client: Client, *, is_streamed: bool) -> tuple[str, list[str]]:
-    tools = [{"type": "function", **each["function"]} for each in TOOLS]
-    got = client.post("/v1/responses", input="One", tools=tools, stream=is_streamed)
-    assert got.status_code == 200, got.text
-    if is_streamed:
-        heard = events(got.text)
-        items = [each["item"] for each in heard if each["type"] == "response.output_item.done"]
-        deltas = (each for each in heard if each["type"] == "response.output_text.delta")
-        text = "".join(each["delta"] for each in deltas)
-    else:
-        items = got.json()["output"]
-        said = [part for item in items if item["type"] == "message" for part in item["content"]]
-        text = "".join(part["text"] for part in said)
-    return text, [each["name"] for each in items if each["type"] == "function_call"]
-
-
 def ask_each_way(client: Client) -> list[tuple[str, list[str]]]:
-    return [
-        ask(client, is_streamed=is_streamed)
-        for ask in (ask_chat, ask_messages, ask_responses)
-        for is_streamed in (False, True)
-    ]
+    return [ask(client, is_streamed=is_streamed) for is_streamed in (False, True)]
 
 
 @pytest.mark.anyio
@@ -314,56 +246,26 @@ async def test_gateway_tells_the_text_as_the_model_wrote_it(what: str) -> None:
     )
     async with open_rollout(config) as runtime:
         batch = await runtime.generate([prompt_of(ask_each_way)])
-    assert batch.trajectories[0].extra["result"] == [(content, calls)] * 6
+    assert batch.trajectories[0].extra["result"] == [(content, calls)] * 2
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("what", ["prose", "end of thought", "function"])
-async def test_agent_that_speaks_of_a_tag_ends_after_one_turn(what: str) -> None:
-    tool_format, text, content, _ = TOLD[what]
-    heard = []
-
-    def reward(trajectory: Trajectory) -> float:
-        heard.append(trajectory.messages[-1].content)
-        return 1.0
-
+async def test_agent_that_speaks_of_a_tag_ends_after_one_turn() -> None:
     config = (
         Scenario(seed=3)
         .timing(base_s=0.001)
-        .reply("", text)
+        .reply("", PROSE)
         .config(
             engine=SimulatedEngine(),
-            agent=AgentConfig(name="tool_agent", tool_format=tool_format),
-            lengths=LengthsConfig(prompt=900, response=900),
-        )
-    )
-    async with open_rollout(config, tools=[add], reward=reward) as runtime:
-        batch = await runtime.generate([Prompt(messages=[user("One")])])
-    (trajectory,) = batch.trajectories
-    assert [message.role for message in trajectory.messages] == ["user", "assistant"]
-    assert set(heard) == {content}
-    assert trajectory.outcome == Outcome.COMPLETED
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize(
-    "text", ["Write <s>old price</s>", "The end token of Llama is <|eot_id|>", "It is </s> <eos>"]
-)
-@pytest.mark.parametrize("tool_format", ["hermes", "llama3", "pythonic", "qwen3_coder"])
-async def test_content_keeps_spellings_of_end_tokens(text: str, tool_format: str) -> None:
-    config = (
-        Scenario(seed=3)
-        .timing(base_s=0.001)
-        .reply("", text)
-        .config(
-            engine=SimulatedEngine(),
-            agent=AgentConfig(name="tool_agent", tool_format=tool_format),
+            agent=AgentConfig(name="tool_agent", tool_format="hermes"),
             lengths=LengthsConfig(prompt=900, response=900),
         )
     )
     async with open_rollout(config, tools=[add]) as runtime:
-        batch = await runtime.generate([Prompt(messages=[user("One")])])
-    assert batch.trajectories[0].messages[-1].content == text
+        batch = await runtime.generate([Prompt("One")])
+    (trajectory,) = batch.trajectories
+    assert trajectory.outcome == Outcome.COMPLETED
+    assert [message.content for message in trajectory.messages] == ["One", PROSE]
 
 
 @function_tool

@@ -18,6 +18,7 @@ from rollout.chat import (
 )
 from rollout.chat.parsers import registry
 from rollout.config import AgentConfig
+from rollout.errors import ConfigError
 from rollout.runtime.opening import list_stop_tokens
 from rollout.testing import Scenario, simulated_tokenizer
 from rollout.types import ToolCall
@@ -47,13 +48,17 @@ def shouting(monkeypatch: pytest.MonkeyPatch) -> str:
     return "shouting"
 
 
-def test_registry_has_all_formats() -> None:
-    assert set(tool_parser_names()) >= set(CASES)
-
-
-def test_registry_own_format_is_known_by_its_name(shouting: str) -> None:
-    assert shouting in tool_parser_names()
+def test_registry_knows_all_formats_and_ones_own_by_name(shouting: str) -> None:
+    assert set(tool_parser_names()) > set(CASES)
     assert isinstance(get_tool_parser(shouting), Shouting)
+
+
+def test_registry_unknown_or_taken_name_is_refused() -> None:
+    known = ", ".join(tool_parser_names())
+    with pytest.raises(ConfigError, match=f"'hermess'; expected one of: {known}"):
+        get_tool_parser("hermess")
+    with pytest.raises(ConfigError, match="'hermes' is registered already"):
+        register_tool_parser("hermes")(Shouting)
 
 
 @pytest.mark.anyio

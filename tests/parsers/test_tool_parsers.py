@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parser_cases import CASES, TOOLS, Case, seen
-from rollout.chat import get_tool_parser, tool_parser_names
+from rollout.chat import get_tool_parser
 from rollout.types import ToolCall
 
 ALL = [(name, case) for name, cases in CASES.items() for case in cases]
@@ -26,11 +26,6 @@ def test_parser_every_raw_text_stands_in_the_turn_in_order(name: str) -> None:
         for call in turn.calls:
             assert call.raw
             at = case.text.index(call.raw, at) + len(call.raw)
-
-
-def test_formats_all_have_cases_and_nothing_else_is_shipped() -> None:
-    assert set(CASES) <= set(tool_parser_names())
-    assert all(len(cases) >= 15 for cases in CASES.values())
 
 
 def test_parser_numbers_a_call_past_the_ids_that_the_model_gave() -> None:

@@ -9,57 +9,31 @@ from typing import Any
 import pytest
 
 import rollout
+from call_writing import WRITE
 from rollout import InvalidToolCall, Outcome, Prompt, Trajectory, function_tool
-from rollout.chat import get_tool_parser, tool_parser_names
+from rollout.chat import get_tool_parser
 from rollout.config import AgentConfig, LengthsConfig, ModelConfig
 from rollout.testing import Scenario
 from rollout.tools import ToolResult
-from slow_cases import slow_after, slow_but
+from slow_cases import slow_but
 
 FORMATS = Path(__file__).parents[1] / "chat_formats"
-
-#: A call of NAME with the argument x, which is written as JSON that is Python too.
-WRITTEN = {
-    "hermes": '<tool_call>{"name": "NAME", "arguments": {"x": VALUE}}</tool_call>',
-    "llama3": '{"name": "NAME", "parameters": {"x": VALUE}}',
-    "mistral": '[TOOL_CALLS][{"name": "NAME", "arguments": {"x": VALUE}}]',
-    "deepseek_v3": (
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>"
-        '{"x": VALUE}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
-    ),
-    "kimi_k2": (
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0"
-        '<|tool_call_argument_begin|>{"x": VALUE}<|tool_call_end|><|tool_calls_section_end|>'
-    ),
-    "gpt_oss": '<|channel|>commentary to=functions.NAME<|message|>{"x": VALUE}<|call|>',
-    "gemma": '{"name": "NAME", "parameters": {"x": VALUE}}',
-    "pythonic": "[NAME(x=VALUE)]",
-    "qwen3_coder": (
-        "<tool_call><function=NAME><parameter=x>VALUE</parameter></function></tool_call>"
-    ),
-    "seed_oss": (
-        "<seed:tool_call><function=NAME><parameter=x>VALUE</parameter></function></seed:tool_call>"
-    ),
-    "glm4": "<tool_call>NAME<arg_key>x</arg_key><arg_value>VALUE</arg_value></tool_call>",
-    "minimax_m2": (
-        '<minimax:tool_call><invoke name="NAME"><parameter name="x">VALUE</parameter></invoke>'
-        "</minimax:tool_call>"
-    ),
-}
 TYPED = {"type": "object", "properties": {"x": {"type": ["object", "array"]}}}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": TYPED}}
-
-VALUES = ['["\\ud800"]', '{"y": [{"z": "a\\udfffb"}]}', '{"\\udbff": 1}', '["\ud800"]']
-
-
-def test_every_format_has_its_calls_here() -> None:
-    assert set(WRITTEN) == set(tool_parser_names())
+FORMATS_TRIED = slow_but(WRITE, "hermes", "gpt_oss", "pythonic")
+MARKED = ('"VALUE"', "'VALUE'", '<|"|>VALUE<|"|>', "VALUE")
 
 
-@pytest.mark.parametrize("name", slow_but(WRITTEN, "hermes", "gpt_oss", "pythonic"))
-@pytest.mark.parametrize("value", VALUES)
+def written(tool_format: str, value: str, *, name: str = "look") -> str:
+    """A call with the argument x, whose value is JSON that is Python too, as it stands here."""
+    text = WRITE[tool_format](name, {"x": "VALUE"})
+    return text.replace(next(each for each in MARKED if each in text), value)
+
+
+@pytest.mark.parametrize("name", FORMATS_TRIED)
+@pytest.mark.parametrize("value", ['["\\ud800"]', '{"\\udbff": 1}'])
 def test_parser_argument_with_half_of_a_character_is_an_invalid_call(name: str, value: str) -> None:
-    text = WRITTEN[name].replace("NAME", "look").replace("VALUE", value)
+    text = written(name, value)
     (call,) = get_tool_parser(name).parse(text, [TOOL]).calls
     assert isinstance(call, InvalidToolCall)
     assert call.raw in text
@@ -68,9 +42,9 @@ def test_parser_argument_with_half_of_a_character_is_an_invalid_call(name: str, 
     assert f"\\u{half}" in call.reason
 
 
-@pytest.mark.parametrize("name", slow_but(WRITTEN, "hermes", "gpt_oss", "pythonic"))
+@pytest.mark.parametrize("name", FORMATS_TRIED)
 def test_parser_pair_of_halves_that_json_joins_is_a_call(name: str) -> None:
-    text = WRITTEN[name].replace("NAME", "look").replace("VALUE", '["\\ud83d\\ude00"]')
+    text = written(name, '["\\ud83d\\ude00"]')
     (call,) = get_tool_parser(name).parse(text, [TOOL]).calls
     if name == "pythonic":  # where they are two characters, as in Python
         call = get_tool_parser(name).parse(text.replace("\\ud83d\\ude00", "\\U0001f600")).calls[0]
@@ -78,9 +52,9 @@ def test_parser_pair_of_halves_that_json_joins_is_a_call(name: str) -> None:
     assert call.arguments == {"x": ["😀"]}
 
 
-@pytest.mark.parametrize("name", slow_but(WRITTEN, "hermes", "gpt_oss", "pythonic"))
+@pytest.mark.parametrize("name", FORMATS_TRIED)
 def test_parser_name_with_half_of_a_character_is_an_invalid_call(name: str) -> None:
-    text = WRITTEN[name].replace("NAME", "lo\ud800ok").replace("VALUE", "[]")
+    text = written(name, "[]", name="lo\ud800ok")
     turn = get_tool_parser(name).parse(text, [TOOL])
     assert all(isinstance(call, InvalidToolCall) for call in turn.calls)
     turn.content.encode()
@@ -89,13 +63,6 @@ def test_parser_name_with_half_of_a_character_is_an_invalid_call(name: str) -> N
 def test_parser_half_of_a_character_in_content_is_replaced() -> None:
     turn = get_tool_parser("hermes").parse("<think>a\ud800</think>b\udfff")
     assert (turn.reasoning, turn.content) == ("a\ufffd", "b\ufffd")
-
-
-def test_parser_id_with_half_of_a_character_is_replaced() -> None:
-    text = '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "\\ud800"}]'
-    (call,) = get_tool_parser("mistral").parse(text).calls
-    assert not isinstance(call, InvalidToolCall)
-    assert call.id == "call_0"
 
 
 @function_tool
@@ -127,43 +94,31 @@ async def play(said: str, *, family: str = "", **agent: Any) -> Trajectory:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("name", slow_but(WRITTEN, "hermes", "gpt_oss", "pythonic"))
-async def test_trajectory_with_a_call_that_cannot_be_encoded_gets_its_reward(
-    name: str,
-) -> None:
-    said = WRITTEN[name].replace("NAME", "look").replace("VALUE", '["\\ud800"]')
-    trajectory = await play(said, tool_format=name)
+async def test_trajectory_with_a_call_that_cannot_be_encoded_gets_its_reward() -> None:
+    trajectory = await play(written("hermes", '["\\ud800"]'), tool_format="hermes")
     assert (trajectory.outcome, trajectory.reward) == (Outcome.COMPLETED, 0.5)
     answer = next(message for message in trajectory.messages if message.role == "tool")
     assert answer.content == r"invalid tool call: half of a character in '\ud800'"
 
 
 #: What a model may write as an argument, to be read, checked, answered, rendered and saved.
-ODD_VALUES = [
-    *("NaN", "-Infinity", "1e999", "9" * 5000, "9" * 4200, "-0.0", "1e-999", '"\\u0000"', "null"),
-    *("[" * 99 + "]" * 99, "[" * 5000, '{"items": {"get": null}}', '{"": {"": []}}', '"</think>"'),
-    *('"{{ x }}{% raw %}"', '"<tool_response>"', "true", '{"x": 1, "x": 2}', '"\\ud83d\\ude00"'),
-]
+ODD_VALUES = ["NaN", "1e999", "9" * 4200, '"\\u0000"', "[" * 99 + "]" * 99, '"{{ x }}{% raw %}"']
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("value", slow_after(4, ODD_VALUES), ids=lambda value: value[:20])
+@pytest.mark.parametrize("value", ODD_VALUES, ids=lambda value: value[:20])
 async def test_trajectory_with_odd_arguments_gets_its_reward(value: str) -> None:
-    said = WRITTEN["hermes"].replace("NAME", "look").replace("VALUE", value)
-    trajectory = await play(said)
+    trajectory = await play(written("hermes", value))
     assert (trajectory.outcome, trajectory.reward) == (Outcome.COMPLETED, 0.5)
 
 
-ONE = WRITTEN["hermes"].replace("NAME", "look").replace("VALUE", "[1]")
-TURNS = {
-    "two calls": f"{ONE}\n{ONE}",
-    "no call": "<tool_call>{</tool_call>",
-    "a call and none": f"Well.\n{ONE}<tool_call>{{</tool_call>",
-}
+ONE = written("hermes", "[1]")
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("said", TURNS.values(), ids=TURNS)
+@pytest.mark.parametrize(
+    "said", [f"{ONE}\n{ONE}", "<tool_call>{</tool_call>"], ids=["two calls", "no call"]
+)
 @pytest.mark.parametrize(
     "family",
     slow_but(
