@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import threading
-import unicodedata
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, normalizers
 
 import rollout
 from chat_material import VOCABULARIES, chat, tokenizer
 from rollout import AgentLoop, Outcome, Prompt, register_agent
-from rollout.agents import rendering
-from rollout.agents.long_texts import is_long, run_text
+from rollout.agents.long_texts import run_text
 from rollout.chat.encoding import TextEncoder, TooManyTokens, WrittenText, get_encoder
-from rollout.chat.tokenizer_backend import COMPOSED, LONG, longest_token
+from rollout.chat.tokenizer_backend import LONG
 from rollout.config import AgentConfig, LengthsConfig
-from rollout.interactions import ScriptedUser
 from rollout.testing import Scenario, encode_text
-from rollout.types import Message
 from rollout.worker_threads import WorkerThreads
 
 if TYPE_CHECKING:
@@ -82,26 +76,6 @@ def test_token_bound_text_of_longest_tokens_is_encoded_where_it_just_fits(vocabu
     assert len(ids) < refused.value.least <= 100 * len(ids)
 
 
-def test_token_bound_composition_shortens_no_more_than_assumed() -> None:
-    letters = map(chr, (*range(0xD800), *range(0xE000, 0x110000)))
-    composed = (each for each in letters if unicodedata.is_normalized("NFC", each))
-    assert max(len(unicodedata.normalize("NFD", each)) for each in composed) == COMPOSED
-
-
-def _bpe(**options: Any) -> Tokenizer:
-    letters = {letter: at for at, letter in enumerate("abcd▁?")}
-    return Tokenizer(models.BPE({**letters, "abcd": 6}, [], **options))
-
-
-def test_token_bound_tokenizer_that_makes_one_token_of_unknown_text_has_none() -> None:
-    normalized = _bpe(unk_token="?")
-    normalized.normalizer = normalizers.NFC()
-    assert longest_token(_bpe(unk_token="?")) == longest_token(_bpe()) == 4
-    assert longest_token(normalized) == 4 * COMPOSED
-    assert longest_token(_bpe(unk_token="?", fuse_unk=True)) is None
-    assert longest_token(Tokenizer(models.WordPiece({"?": 0}, unk_token="?"))) is None
-
-
 @pytest.mark.parametrize("vocabulary", ["smollm2", "qwen"])
 def test_encode_long_text_gives_the_ids_of_its_short_pieces(vocabulary: str) -> None:
     pieces = ["Zürich, 12 345 <|im_end|>\n", "漢字 e\u0301 🙂\n"] * 700
@@ -123,15 +97,6 @@ def test_prompt_ids_flood_of_spelled_tokens_is_refused_before_they_are_looked_at
     with pytest.raises(TooManyTokens):
         chat("qwen", "qwen3").prompt_ids(
             [{"role": "user", "content": "<|im_end|>" * 10**6}], max_tokens=9
-        )
-
-
-def test_prompt_ids_tools_without_bound_are_refused() -> None:
-    function = {"name": "f", "description": "much " * 10**6, "parameters": {"type": "object"}}
-    schemas = [{"type": "function", "function": function}]
-    with pytest.raises(TooManyTokens):
-        chat("qwen", "qwen3").prompt_ids(
-            [{"role": "user", "content": "q"}], schemas, max_tokens=1024
         )
 
 
@@ -193,14 +158,6 @@ async def test_prompt_certainly_too_long_is_rejected(anyio_backend: Any) -> None
     assert said.endswith(" tokens; lengths.prompt = 2048")
 
 
-@real_time
-@pytest.mark.anyio
-async def test_prompt_of_a_million_messages_is_rejected(anyio_backend: Any) -> None:
-    turn = ({"role": "user", "content": ""}, {"role": "assistant", "content": ""})
-    trajectory = await _run(Prompt(messages=[*turn * 20_000, turn[0]]), response=64)
-    assert trajectory.reason == "prompt_length"
-
-
 @both_backends
 @pytest.mark.anyio
 async def test_observe_long_texts_join_in_order_with_the_next_turn(anyio_backend: Any) -> None:
@@ -214,17 +171,6 @@ async def test_observe_long_texts_join_in_order_with_the_next_turn(anyio_backend
     assert len(trajectory.transcript) > _Seen.length + 3 * LONG
     expected = encode_text(f"<|im_start|>user\n{texts[1]}<|im_end|>")
     assert expected.tobytes() in trajectory.transcript.ids_bytes()
-
-
-@pytest.mark.anyio
-async def test_observe_long_text_is_kept_where_the_agent_returns() -> None:
-    trajectory = await _run(
-        _question(extra={"texts": ["a" * (LONG + 1)], "speaks": False}),
-        response=10 * LONG,
-        name="observes_at_length",
-    )
-    assert trajectory.outcome is Outcome.COMPLETED
-    assert trajectory.transcript.trailing_observation_length > LONG
 
 
 @pytest.mark.anyio
@@ -244,48 +190,6 @@ async def test_observe_text_that_is_too_long_ends_the_trajectory(
     assert (trajectory.outcome, trajectory.limit_source) == (Outcome.LENGTH, "lengths.response")
     assert not trajectory.transcript.trailing_observation_length
     assert [message.role for message in trajectory.messages] == ["user", "assistant"]
-
-
-@register_agent("offers_long_tools")
-class _OffersLongTools(AgentLoop):
-    async def run(self, context: Any) -> None:
-        about = {
-            "type": "object",
-            "properties": {"x": {"type": "string", "description": "a" * LONG}},
-        }
-        tool = {"type": "function", "function": {"name": "read", "parameters": about}}
-        await context.generate()
-        await context.subagent([{"role": "user", "content": "hi"}], tools=[tool])
-
-
-@both_backends
-@pytest.mark.anyio
-async def test_long_tools_of_a_subagent_are_rendered_beside_the_loop(
-    anyio_backend: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran: list[bool] = []
-
-    async def note(thread: Any, is_long: bool, function: Any, *args: object) -> Any:
-        ran.append(is_long)
-        return await run_text(thread, is_long, function, *args)
-
-    monkeypatch.setattr(rendering, "run_text", note)
-    trajectory = await _run(_question(), response=LONG, longest=10 * LONG, name="offers_long_tools")
-    assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
-    assert ran == [False, True, True]  # the question, the tools, and all again to compare
-
-
-@real_time
-@pytest.mark.anyio
-async def test_user_who_says_megabytes_ends_by_length(anyio_backend: Any) -> None:
-    trajectory = await _run(
-        _question(),
-        response=64,
-        interactions=[ScriptedUser(["word " * 1_000_000])],
-        interaction="scripted",
-    )
-    assert (trajectory.outcome, trajectory.limit_source) == (Outcome.LENGTH, "lengths.response")
-    assert not trajectory.transcript.trailing_observation_length
 
 
 @real_time
@@ -309,25 +213,6 @@ async def test_long_work_is_left_behind_and_counted_where_its_trajectory_ends(
     may_end.set()
     while texts.abandoned:
         await anyio.lowlevel.checkpoint()
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ("a" * LONG, False),
-        ("a" * (LONG + 1), True),
-        ([{"role": "user", "content": "a" * (LONG - 200)}], False),
-        ([{"role": "user", "content": [{"text": "a" * LONG}]}], True),
-        ([Message(role="user", content="a" * LONG)], True),
-        ([{"role": "user", "content": ""}] * LONG, True),
-        ([{"x" * LONG: None}], True),
-        (np.array([{"text": "a" * (LONG + 1)}]), True),
-        (np.zeros(LONG), True),
-        ([None, 3, object()], False),
-    ],
-)
-def test_is_long_counts_texts_and_parts(value: Any, expected: bool) -> None:
-    assert is_long(value) is expected
 
 
 @real_time

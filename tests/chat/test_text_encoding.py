@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from chat_material import VOCABULARIES, chat, tokenizer
 from rollout.chat import ChatTemplate, encoding, tokenizer_backend
 from rollout.chat.encoding import TextEncoder, WrittenText, get_encoder, make_plain_codec
-from rollout.chat.tokenizer_backend import LONG, copy_tokenizer, spell_token
+from rollout.chat.tokenizer_backend import LONG, copy_tokenizer
 from rollout.errors import TemplateError
 from rollout.testing import simulated_tokenizer
 
@@ -72,15 +72,6 @@ def test_encode_plain_places_hold_no_special_token(vocabulary: str, text: str) -
     assert whole == known
 
 
-@each_vocabulary
-def test_encode_source_code_gives_the_ids_of_the_library(vocabulary: str) -> None:
-    from pathlib import Path
-
-    text = Path(__file__).read_text(encoding="utf-8")
-    encoder = get_encoder(tokenizer(vocabulary))
-    assert encoder.encode(text).tolist() == library_ids(vocabulary, text)
-
-
 def test_encode_half_of_a_character_is_refused() -> None:
     encoder = get_encoder(tokenizer("smollm2"))
     for text in ("\ud800", "x" * LONG + "\udc00"):
@@ -91,10 +82,9 @@ def test_encode_half_of_a_character_is_refused() -> None:
 # Who encodes
 
 
-@each_vocabulary
-def test_fastokens_gives_the_ids_of_tokenizers(vocabulary: str) -> None:
+def test_fastokens_gives_the_ids_of_tokenizers() -> None:
     pytest.importorskip("fastokens")
-    plain = copy_tokenizer(tokenizer(vocabulary).backend_tokenizer)
+    plain = copy_tokenizer(tokenizer("smollm2").backend_tokenizer)
     plain.encode_special_tokens = True
     assert tokenizer_backend.open_fastokens(plain) is not None
 
@@ -126,27 +116,24 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("other", ["ids", "texts"])
-@pytest.mark.parametrize("wrong", ["東京", "\u2028", "\U0010ffff", "\t\t"])
 def test_fastokens_that_disagrees_is_left_and_the_log_says_so_once(
-    wrong: str,
     other: str,
     library: Any,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "rollout.chat")
-    tokenizer = OtherTokenizer(library, wrong, other)
+    tokenizer = OtherTokenizer(library, "東京", other)
     monkeypatch.setitem(sys.modules, "fastokens", type("Library", (), {"Tokenizer": tokenizer}))
     for _ in range(2):
         encode, decode = make_plain_codec(library, ["<|im_end|>"])
-        ids = array("i", encode(f"{wrong} a")).tolist()
-        assert ids == library.encode(f"{wrong} a").ids
-        assert decode(ids) == f"{wrong} a"
+        ids = array("i", encode("東京 a")).tolist()
+        assert ids == library.encode("東京 a").ids
+        assert decode(ids) == "東京 a"
     said = [record.message for record in caplog.records]
     assert said == [
         "texts are encoded by tokenizers: fastokens gives other ids, or texts, for a vocabulary"
     ]
-    assert list(tokenizer_backend._PROVEN.values()) == [False]
 
 
 def test_fastokens_that_is_missing_leaves_texts_to_tokenizers(
@@ -157,19 +144,6 @@ def test_fastokens_that_is_missing_leaves_texts_to_tokenizers(
     for _ in range(2):
         assert list(array("i", make_plain_codec(library, [])[0]("a b"))) == list(b"a b")
     assert len(caplog.records) == 1
-
-
-def test_fastokens_that_fails_on_a_text_leaves_it_to_tokenizers(
-    library: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    others = OtherTokenizer(library, "never")
-    other = type("fastokens", (), {"Tokenizer": others})
-    monkeypatch.setitem(sys.modules, "fastokens", other)
-    encode, decode = make_plain_codec(library, [])
-    monkeypatch.setattr(others, "encode_batch_flat", lambda *_, **__: 1 / 0)
-    monkeypatch.setattr(others, "decode", lambda *_, **__: 1 / 0)
-    assert list(array("i", encode("a b"))) == list(b"a b")
-    assert decode(list(b"a b")) == "a b"
 
 
 # Tokenizers that cannot be split
@@ -219,13 +193,10 @@ def test_encode_by_a_tokenizer_that_cannot_be_split_keeps_spelled_tokens_text(na
 
 
 @pytest.mark.parametrize("name", UNUSUAL)
-@pytest.mark.parametrize(
-    "text", ["e <b> <a>a ghi b<a> c <b> \n", "ghi<a>e <b> \n <a>ghi ghi <a>\n"]
-)
 def test_encode_by_a_tokenizer_that_cannot_be_split_adds_nothing_beside_spelled_tokens(
-    name: str, text: str
+    name: str,
 ) -> None:
-    encoder = TextEncoder(UNUSUAL[name])
+    encoder, text = TextEncoder(UNUSUAL[name]), "ghi<a>e <b> \n <a>ghi ghi <a>\n"
     ids = {letter: UNUSUAL[name].convert_tokens_to_ids(letter) for letter in "ghi<b>"}
     spelt = {ids["g"]: ids["<"], ids["h"]: ids["b"], ids["i"]: ids[">"]}
     expected = [spelt.get(each, each) for each in encoder.encode(text)]
@@ -270,20 +241,6 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return pieces
 
 
-def test_encode_remembers_the_last_pieces_up_to_so_many_bytes(encoded: list[str]) -> None:
-    encoder = TextEncoder(simulated_tokenizer())
-    size = sys.getsizeof("a" * 500_000) + sys.getsizeof(encoder.encode("a" * 500_000).tobytes())
-    fitting = 16 * 1024 * 1024 // size
-    texts = [letter * 500_000 for letter in "abcdefghijklmnopqrstuvwxyz"[: fitting + 1]]
-    assert 2 < fitting < 26
-    for text in texts[:-1]:
-        assert encoder.encode(text) == encoder.encode(text)
-    encoder.encode(texts[0])  # the second is the one that was used longest ago now
-    for text in (texts[-1], texts[0], texts[2], texts[1]):
-        encoder.encode(text)
-    assert [text[0] for text in encoded] == [*"abcdefghijklmnopqrstuvwxyz"[: fitting + 1], "b"]
-
-
 def test_prompt_ids_of_prompts_with_one_head_encode_it_once(encoded: list[str]) -> None:
     template = ChatTemplate(simulated_tokenizer())
     system = {"role": "system", "content": "Be brief. " * 20}
@@ -297,37 +254,12 @@ def test_prompt_ids_of_prompts_with_one_head_encode_it_once(encoded: list[str]) 
 # Bytes of one token
 
 
-def spelled() -> Tokenizer:
-    """Words after a mark of their space, and bytes for what has no word."""
-    words = ["▁a", "▁day", "s", "▁", "é", "。"]
-    names = [*words, *(f"<0x{byte:02X}>" for byte in range(256))]
-    made = Tokenizer(models.BPE({name: at for at, name in enumerate(names)}, []))
-    made.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    return made
-
-
 @pytest.mark.parametrize("vocabulary", ["smollm2", "qwen"])
 def test_spellings_of_parts_of_characters_join_to_the_text(vocabulary: str) -> None:
     template, text = chat(vocabulary, "chatml"), "漢字 👩‍👩‍👧 so<|im_end|>"
     spelt = [template.spell_token(each) for each in template.text_ids(text)]
     assert b"".join(spelt) == text.encode()
     assert any(b"\xef\xbf\xbd" not in each and not _is_text(each) for each in spelt)
-
-
-def test_bytes_of_a_vocabulary_of_words_are_spelt_as_they_are() -> None:
-    backend = spelled()
-    assert [spell_token(backend, each) for each in (2, 6 + 0xE6, 4)] == [
-        b"s",
-        b"\xe6",
-        "é".encode(),
-    ]
 
 
 def _is_text(spelling: bytes) -> bool:

@@ -18,8 +18,6 @@ from rollout.agents import register_agent
 from rollout.chat import ChatTemplate, Transcript
 from rollout.chat.drift import compare
 from rollout.config import AgentConfig
-from rollout.errors import TemplateError
-from rollout.observe.report import RunReport
 from rollout.scheduling import tokenization
 from rollout.testing import Scenario, run_virtual, tool_call
 from rollout.types import Message
@@ -73,49 +71,6 @@ def test_drift_shows_the_first_difference_with_what_stands_around_it() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("transcript", "rendering", "kind", "shown"),
-    [
-        (
-            "ab\ncd",
-            "ab cd",
-            "whitespace",
-            "2: 'ab[\\n]cd' in the transcript, 'ab[ ]cd' in the rendering",
-        ),
-        (
-            "a<|im_end|>b",
-            "a<|im_start|>b",
-            "special_tokens",
-            "1: 'a[<|im_end|>]b' in the transcript, 'a[<|im_start|>]b' in the rendering",
-        ),
-        (
-            "q<think>x</think>a",
-            "qa",
-            "reasoning_stripped",
-            "1: 'q[<think>x</think>]a' in the transcript, 'q[]a' in the rendering",
-        ),
-        (
-            "It is 7.",
-            "It is 8.",
-            "content",
-            "6: 'It is [7].' in the transcript, 'It is [8].' in the rendering",
-        ),
-    ],
-)
-def test_drift_message_of_each_kind_is_exact(
-    transcript: str, rendering: str, kind: str, shown: str
-) -> None:
-    drift = compare(transcript, rendering, SPECIALS, is_reasoning_stripped=True)
-    assert str(drift) == (
-        f"the transcript differs from its full rendering ({kind}) at character {shown}"
-    )
-
-
-def test_drift_message_of_none_is_exact() -> None:
-    drift = compare("a", "a", SPECIALS)
-    assert str(drift) == "the transcript and its full rendering are identical"
-
-
 def spoken(family: str, turns: tuple[str, str, str]) -> Drift:
     """The drift of a call with its result, an answer with a question after it, and an answer."""
     template, transcript = chat("qwen", family), Transcript()
@@ -160,15 +115,6 @@ def test_drift_of_formats_that_leave_out_reasoning_says_so(family: str) -> None:
     assert "hm 0" not in drift.rendering
 
 
-@pytest.mark.parametrize("family", ["deepseek_r1", "minimax_m2"])
-def test_drift_of_reasoning_that_the_prompt_opened_is_named_too(family: str) -> None:
-    end = STOPS[family][0]
-    opened = "" if chat("qwen", family).observe(FOLLOWING[0], after=None)[1] else "<think>"
-    turns = (f"hm\n</think>\n\na{end}", f"{opened}hm</think>b{end}", f"hm</think>c{end}")
-    drift = spoken(family, turns)
-    assert drift.kind == "reasoning_stripped"
-
-
 #: Opens its turns inside ``<think>``, and writes the history without what was thought (GLM-4.7).
 OPENS_THINKING = """{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' }}
 {%- if m.role == 'assistant' %}{{ '</think>' ~ m.content.split('</think>')[-1] }}
@@ -207,13 +153,6 @@ def test_drift_of_an_end_token_that_the_template_replaces_is_one_of_special_toke
     assert "[<|end|>]" in drift.rendering
 
 
-def test_drift_of_a_conversation_that_the_template_refuses_is_an_error() -> None:
-    template, transcript = chat("qwen", "gemma"), Transcript()
-    messages = [Message(role="user", content="a"), Message(role="user", content="b")]
-    with pytest.raises(TemplateError, match="roles must alternate"):
-        template.drift(transcript, messages, {})
-
-
 # In a runtime
 
 
@@ -244,13 +183,6 @@ async def run(texts: list[str], **agent: Any) -> rollout.RolloutBatch:
     config = ANSWERS.config(agent=AgentConfig(**agent))
     async with rollout.open_rollout(config) as runtime:
         return await runtime.generate(prompts)
-
-
-@pytest.mark.anyio
-async def test_tokenization_check_off_compares_nothing() -> None:
-    batch = await run(["x"], tokenization_check="off")
-    assert batch.trajectories[0].outcome is Outcome.COMPLETED
-    assert not [name for name in batch.metrics if name.startswith("tokenization")]
 
 
 @pytest.mark.anyio
@@ -292,32 +224,6 @@ def test_tokenization_check_of_a_sample_finds_what_drifts_after_calls_only(tmp_p
     assert batch.metrics["tokenization/content"] == 8
 
 
-#: Says at its beginning how long the conversation is.
-COUNTS = """{{ messages | length }} {% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' }}
-{{- m.content ~ '<|im_end|>\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-
-
-def test_report_of_a_run_whose_template_drifts_names_it_first(tmp_path: Path) -> None:
-    file = tmp_path / "counts.jinja"
-    file.write_text(COUNTS)
-    config = ANSWERS.config()
-    config = attrs.evolve(config, model=attrs.evolve(config.model, chat_template=str(file)))
-
-    async def act() -> None:
-        async with rollout.open_rollout(config) as runtime:
-            batch = await runtime.generate(
-                [Prompt(messages=[{"role": "user", "content": "hello"}])] * 4
-            )
-            batch.save(tmp_path)
-
-    run_virtual(act)
-    report = RunReport(tmp_path)
-    report.write()
-    finding = report.findings[0]
-    assert (finding.kind, finding.severity) == ("drift", "severe")
-
-
 @pytest.mark.anyio
 async def test_tokenization_check_that_fails_by_itself_harms_no_trajectory(
     monkeypatch: pytest.MonkeyPatch,
@@ -345,8 +251,7 @@ async def test_tokenization_check_warns_once_for_each_kind_and_counts_all(
         "tokenization/content": 2,
     }
     logged = [record.getMessage() for record in caplog.records if "differs" in record.getMessage()]
-    kinds = [text.partition("(")[2].partition(")")[0] for text in logged]
-    assert sorted(kinds) == ["content", "whitespace"]  # the first to end is logged
+    assert len(logged) == 2  # the first of each kind to end
 
 
 @pytest.mark.anyio
