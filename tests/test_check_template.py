@@ -68,42 +68,19 @@ def test_check_template_of_the_simulated_model_needs_no_files(
     assert row(capsys.readouterr().out, "tool call")[1] == "yes"
 
 
-def test_check_template_that_writes_nothing_says_so_in_each_row(
+def test_check_template_file_that_cannot_be_used_is_bad_input(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, output = checked("empty", "{# nothing #}", tmp_path, capsys)
-    assert code == 1
-    assert row(output, "plain")[1].startswith("no: the chat template makes no")
-
-
-@pytest.mark.parametrize(
-    ("template", "error"),
-    [
-        (
-            None,
-            "chat template {file} cannot be read: [Errno 2] No such file or directory: '{file}'",
-        ),
-        (
-            "{% for m in messages %}\n{{ m.content }",
-            "chat template {file}, line 2: not valid Jinja: unexpected '}}'",
-        ),
-    ],
-)
-def test_check_template_file_that_cannot_be_used_is_bad_input(
-    template: str | None, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
     file = tmp_path / "given.jinja"
-    if template is not None:
-        file.write_text(template, encoding="utf-8")
     assert main(["check-template", "simulated", "--chat-template", str(file)]) == 2
-    assert capsys.readouterr().err == f"error: {error.format(file=file)}\n"
+    assert f"chat template {file} cannot be read: " in capsys.readouterr().err
+    file.write_text("{% for m in messages %}\n{{ m.content }", encoding="utf-8")
+    assert main(["check-template", "simulated", "--chat-template", str(file)]) == 2
+    assert f"chat template {file}, line 2: not valid Jinja: " in capsys.readouterr().err
 
 
 def test_check_template_without_a_tokenizer_is_bad_input(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check-template", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == (
-        f"error: the tokenizer of {tmp_path} cannot be loaded: the directory holds none "
-        "(tokenizer.json, tokenizer_config.json)\n"
-    )
+    assert f"the tokenizer of {tmp_path} cannot be loaded: " in capsys.readouterr().err

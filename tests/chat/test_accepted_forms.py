@@ -21,14 +21,9 @@ pytestmark = pytest.mark.anyio
 SCENARIO = Scenario(seed=1).reply("question", "word " * 30).reply("", "yes")
 
 
-@pytest.mark.parametrize("prompt", [Prompt("question"), Prompt(messages="question")])
-async def test_prompt_of_a_text_is_what_a_user_says(prompt: Prompt) -> None:
-    assert prompt == Prompt(messages=[Message(role="user", content="question")])
-    async with rollout.open_rollout(SCENARIO.config()) as runtime:
-        (trajectory,) = (await runtime.generate([prompt])).trajectories
-    assert trajectory.outcome is Outcome.COMPLETED
-    assert [m.role for m in trajectory.messages] == ["user", "assistant"]
-    assert trajectory.messages[0].content == "question"
+def test_prompt_of_a_text_is_what_a_user_says() -> None:
+    said = Prompt(messages=[Message(role="user", content="question")])
+    assert Prompt("question") == Prompt(messages="question") == said
 
 
 def test_prompt_takes_its_messages_without_a_name_and_nothing_else() -> None:
@@ -43,7 +38,7 @@ def test_prompt_takes_its_messages_without_a_name_and_nothing_else() -> None:
         Prompt("question", "42")  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("wrong", [5, None, b"question", {"role": "user", "content": "x"}])
+@pytest.mark.parametrize("wrong", [5, {"role": "user", "content": "x"}])
 async def test_prompt_of_another_kind_is_refused_by_name(wrong: Any) -> None:
     async with rollout.open_rollout(SCENARIO.config()) as runtime:
         with pytest.raises(rollout.PromptError) as caught:
@@ -52,18 +47,11 @@ async def test_prompt_of_another_kind_is_refused_by_name(wrong: Any) -> None:
     assert "expected a text or a list of messages" in str(caught.value)
 
 
-async def test_reward_takes_its_value_without_a_name() -> None:
+def test_reward_takes_its_value_without_a_name() -> None:
     assert Reward(1.0) == Reward(value=1.0)
     assert Reward(0.5, extra={"format": 1}).extra == {"format": 1}
     with pytest.raises(TypeError):
         Reward(1.0, {"format": 1})  # type: ignore[misc]
-
-    def score(trajectory: rollout.Trajectory) -> Reward:
-        return Reward(0.25)
-
-    async with rollout.open_rollout(SCENARIO.config(), reward=score) as runtime:
-        batch = await runtime.generate([Prompt("question")])
-    assert [row.reward for row in batch.trajectories] == [0.25]
 
 
 async def tried(trial: Any, prompt: Prompt | None = None, **options: Any) -> rollout.Trajectory:
@@ -117,11 +105,7 @@ async def test_generate_takes_fields_of_sampling_for_one_turn() -> None:
             {"temprature": 0.2},
             "generate: sampling.temprature: unknown field; known: max_new",
         ),
-        ({"stop": ["\n"]}, "generate: sampling.stop: unknown field; "),
         ({"temperature": "hot"}, "sampling.temperature = 'hot': expected `float`, got `str`"),
-        ({"top_p": 2.0}, "sampling.top_p = 2.0: expected `float` <= 1.0"),
-        ({"max_new_tokens": 0}, "sampling.max_new_tokens = 0: expected `int` >= 1"),
-        ({"stop_token_ids": "a"}, "sampling.stop_token_ids = 'a': expected `array`, got `str`"),
         (
             {"stop_token_ids": [2**30]},
             "generate: sampling.stop_token_ids = (1073741824,); expected",
@@ -168,10 +152,8 @@ FUNCTION = {"name": "add", "arguments": {"a": 1, "b": 2}}
     "call",
     [
         FUNCTION,
-        {**FUNCTION, "id": "call_1"},
         {"name": "add", "arguments": '{"a": 1, "b": 2}'},
         {"id": "call_1", "type": "function", "function": FUNCTION},
-        {"index": 0, "id": None, "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}},
     ],
 )
 async def test_call_tools_takes_dicts(call: dict[str, Any]) -> None:
@@ -193,14 +175,10 @@ async def test_call_tools_takes_dicts(call: dict[str, Any]) -> None:
     ("calls", "said"),
     [
         (FUNCTION, "calls = {'name'"),
-        ("add", "calls = 'add'; expected a list of calls"),
         ([FUNCTION, None], "calls[1] must be a ToolCall or a mapping, not None; expected {'name'"),
         ([{"arguments": {}}], "calls[0] names no function; expected {'name'"),
-        ([{"function": {"arguments": "{}"}}], "calls[0] names no function"),
-        ([{"function": "add"}], "calls[0] names no function"),
         ([{"name": "add", "args": {"a": 1}}], "calls[0] has no arguments, but args"),
         ([{"name": "add", "arguments": "{a: 1}"}], "calls[0]: arguments are not JSON: "),
-        ([{"name": "add", "arguments": "[1]"}], "calls[0]: arguments must be an object, not list"),
         ([{"name": "add", "arguments": 3}], "calls[0]: arguments must be an object, not int"),
     ],
 )
