@@ -133,10 +133,6 @@ def token(name: str) -> int:
     return int(token_id)
 
 
-def test_formats_table_is_complete() -> None:
-    assert set(ADDED) == set(STOPS) == set(FAMILIES)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_format_turn_that_was_cut_gets_its_end_and_what_follows(family: str) -> None:
     texts = [
