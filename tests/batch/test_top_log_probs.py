@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
@@ -87,14 +86,6 @@ def check(transcript: Transcript, count: int) -> None:
             assert (log_probs[at] == 0).all()
 
 
-async def test_top_log_probs_of_the_configuration_are_in_the_transcripts(
-    rollout_clock: object,
-) -> None:
-    (row,) = await trajectories(asking(3))
-    assert row.transcript.generated_length > 10
-    check(row.transcript, 3)
-
-
 async def test_top_log_probs_of_a_prompt_stand_over_the_configuration(
     rollout_clock: object,
 ) -> None:
@@ -102,12 +93,8 @@ async def test_top_log_probs_of_a_prompt_stand_over_the_configuration(
         asking(2), prompt("a"), prompt("b", top_log_probs=5), prompt("c", top_log_probs=0)
     )
     for row, count in zip(rows, (2, 5, 0), strict=True):
+        assert row.transcript.generated_length > 10
         check(row.transcript, count)
-
-
-async def test_top_log_probs_nobody_asks_for_are_nowhere(rollout_clock: object) -> None:
-    (row,) = await trajectories(TWO_TURNS.config())
-    assert row.transcript.top_ids().shape == (len(row.transcript), 0)
 
 
 async def test_top_log_probs_survive_a_replica_that_dies(rollout_clock: object) -> None:
@@ -145,12 +132,10 @@ async def test_top_log_probs_on_disk_are_the_same(tmp_path: Path, rollout_clock:
 async def test_top_log_probs_that_engines_cannot_tell_are_refused_at_open(
     rollout_clock: object,
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"top_log_probs = 5; expected 0: the engine tells none"):
         await trajectories(mute(0, count=5))
-    assert str(caught.value) == "sampling.top_log_probs = 5; expected 0: the engine tells none"
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"top_log_probs = 260; expected at most 259"):
         await trajectories(asking(VOCAB_SIZE + 1))
-    assert str(caught.value) == "sampling.top_log_probs = 260; expected at most 259"
 
 
 async def test_top_log_probs_that_engines_cannot_tell_reject_the_prompt(
@@ -171,18 +156,3 @@ async def test_top_log_probs_that_an_engine_leaves_out_fail_the_request(
     assert row.cause is not None
     assert "top ids with" in row.cause.message
     assert "expected sampling.top_log_probs = 1 with each" in row.cause.message
-
-
-def test_transcript_top_of_another_shape_is_refused_and_changes_nothing() -> None:
-    transcript = Transcript()
-    transcript.append_prompt([1])
-    with pytest.raises(ValueError, match=r"2 ids, most likely ones of shape \(1, 2\)"):
-        transcript.append_generated(
-            array("i", [2, 3]),
-            array("f", [0, 0]),
-            versions=[(0, 2)],
-            finish_reason="stop",
-            top=([[2, 3]], [[0.0, 0.0]]),
-        )
-    assert len(transcript) == 1
-    assert transcript.top_ids().shape == (1, 0)
