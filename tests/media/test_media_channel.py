@@ -14,7 +14,7 @@ from fake_core import CountingCore
 from rollout.engine.channel.messages import MediaPart, Submit
 from rollout.engine.core import Capabilities
 from rollout.medium import Media, PlacedMedia
-from wires import SETTINGS, Request, Requester, Wire, record_messages
+from wires import Request, Requester, Wire, record_messages
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -140,29 +140,3 @@ async def test_channel_request_aborted_while_its_media_come_ends_and_others_get_
         assert list(core.seen) == ["b" * 32]
         assert core.seen["b" * 32] == (big,)
         assert channel.media_bytes == 5_000_000
-
-
-async def test_channel_deadline_passes_while_media_come_ends_the_request() -> None:
-    core = SeeingCore()
-    async with Wire(core).channel() as channel:
-        channel._media.queue = lambda media, digests: None  # type: ignore[method-assign]  # none come
-        request = Seer(channel).about(medium(1), remaining_s=0.2)
-        await request.done.wait()
-        assert request.finish_reason == "abort"
-        assert core.seen == {}
-
-
-async def test_channel_part_that_nobody_asked_for_ends_the_session() -> None:
-    async with Wire(SeeingCore()).channel() as channel:
-        channel._frames.send_nowait(
-            MediaPart(digest="d" * 64, content=b"x", medium=medium(1), is_last=True)
-        )
-        await channel.lost.wait()
-
-
-async def test_channel_small_frames_are_kept_to() -> None:
-    core = SeeingCore()
-    settings = msgspec.structs.replace(SETTINGS, max_frame_bytes=4096)
-    async with Wire(core).channel(settings) as channel:
-        await Seer(channel).answer(medium(1, 100_000), request_id="a" * 32)
-        assert core.seen["a" * 32][0].is_intact

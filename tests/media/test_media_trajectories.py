@@ -49,7 +49,6 @@ from rollout.media import Media, decode
 from rollout.media.parts import MediaSource
 from rollout.media.reading import read_media
 from rollout.tools import PythonTool, ShellTool, ToolResult
-from slow_cases import slow_after, slow_but
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,10 +62,10 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=slow_but(["asyncio", "trio"], "asyncio"))
-def anyio_backend(request: pytest.FixtureRequest) -> Any:
+@pytest.fixture
+def anyio_backend() -> str:
     """The machine's own clock: media are read in threads."""
-    return request.param
+    return "asyncio"
 
 
 @pytest.fixture(scope="session")
@@ -97,26 +96,23 @@ def data_url(content: bytes, mime: str = "image/png") -> str:
     return f"data:{mime};base64,{base64.b64encode(content).decode()}"
 
 
+def png_chunk(kind: bytes, body: bytes) -> bytes:
+    checksum = struct.pack(">I", zlib.crc32(kind + body))
+    return struct.pack(">I", len(body)) + kind + body + checksum
+
+
 def header_of(width: int, height: int) -> bytes:
     """The beginning of a PNG that says it has so many pixels."""
-
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-        )
-
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    packed = zlib.compress(b"\0" * 100_000)
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", packed) + chunk(b"IEND", b"")
-    )
+    head = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    packed = png_chunk(b"IDAT", zlib.compress(b"\0" * 100_000))
+    return b"\x89PNG\r\n\x1a\n" + head + packed + png_chunk(b"IEND", b"")
 
 
 def text_bomb() -> bytes:
-    """A chunk of a PNG that is small, and 300 MB of text once it is unpacked."""
-    body = b"Comment\0\0" + zlib.compress(b"\0" * 300_000_000, 9)
-    checksum = struct.pack(">I", zlib.crc32(b"zTXt" + body))
-    return struct.pack(">I", len(body)) + b"zTXt" + body + checksum
+    """A picture with a chunk that is small, and 70 MB of text once it is unpacked."""
+    whole = encoded(picture())
+    bomb = png_chunk(b"zTXt", b"Comment\0\0" + zlib.compress(b"\0" * 70_000_000))
+    return whole[:33] + bomb + whole[33:]
 
 
 def animated_gif(count: int) -> bytes:
@@ -155,13 +151,6 @@ def deep(width: int = 40) -> Any:
     return Image.fromarray(np.arange(width * 30, dtype=np.uint16).reshape(30, width))
 
 
-def video_of_many_frames() -> bytes:
-    """An MP4 that says it has so many."""
-    content = video_file(12)
-    at = content.index(b"stts") + 12
-    return content[:at] + struct.pack(">I", 10**9) + content[at + 4 :]
-
-
 #: What FFmpeg would follow to files and addresses.
 PLAYLISTS = {
     "ffconcat": b"ffconcat version 1.0\nfile movie.mp4\n",
@@ -171,130 +160,69 @@ PLAYLISTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def bad_media() -> dict[str, tuple[Any, str]]:
-    """What a prompt or a tool may show, and what is said of it; made when it is wanted."""
-    another = [picture(seed=1)]
-    two_frames = saved(picture(), "gif", save_all=True, append_images=another, duration=100)
-    second = two_frames.rindex(b"\x21\xf9")
+def video(value: Any, **more: Any) -> list[Any]:
+    return [{"type": "video", "video": value, **more}]
+
+
+def make_bad_media() -> dict[str, tuple[Any, str]]:
+    """What a prompt or a tool may show, and what is said of it."""
     return {
         "truncated": (image(encoded(picture())[:2000]), "a picture that cannot be decoded: "),
-        "bomb": (image(header_of(30_000, 30_000)), "media.max_pixels"),
-        "bomb below pillow's own limit": (
-            image(header_of(9_000, 9_000)),
-            "media.max_pixels = 33554432: 9000 x 9000 are 81000000",
-        ),
-        "svg": (image(b"<?xml version='1.0'?><svg xmlns='http://www.w3.org/2000/svg'/>"), "an SVG"),
-        "svg url": (image(data_url(b"<svg/>", "image/svg+xml")), "an SVG"),
         "path": (image("/etc/hostname"), "media.roots names no directory; none is opened"),
+        "svg": (image(b"<?xml version='1.0'?><svg xmlns='http://www.w3.org/2000/svg'/>"), "an SVG"),
+        "ffconcat": (video(PLAYLISTS["ffconcat"]), "expected a video (MP4, "),
+        "bomb": (image(header_of(9_000, 9_000)), "media.max_pixels = 33554432: 9000 x 9000 are"),
+        "chunk of text": (image(text_bomb()), "expected a picture"),
         "file url": (image("file:///etc/hostname"), "media.roots names no directory"),
         "url": (image("https://host/a.png"), "no media_fetcher was given to open_rollout"),
         "wrong mime": (
             image(data_url(encoded(picture()), "image/jpeg")),
             "said to be image/jpeg, and is image/png",
         ),
-        "other mime": (image(data_url(encoded(picture()), "text/html")), "said to be text/html"),
         "no base64": (image("data:image/png,abc"), "a data URL that is not of the form"),
         "broken base64": (image("data:image/png;base64,@@@"), "not valid base64"),
-        "gif": (image(animated_gif(4_200)), "media.max_frames = 4096"),
-        "gif as video": (
-            [{"type": "video", "video": animated_gif(4_200)}],
-            "media.max_frames = 4096: it has 4200",
-        ),
-        "no video": ([{"type": "video", "video": encoded(picture())[:300]}], "a video"),
+        "gif": (video(animated_gif(4_200)), "media.max_frames = 4096: it has 4200"),
+        "no video": (video(encoded(picture())[:300]), "a video"),
         "floats": (image(np.zeros((4, 4, 3))), "an array of float64 (4, 4, 3); expected uint8"),
-        "empty": (image(np.zeros((0, 4, 3), np.uint8)), "a picture of 4 x 0 pixels"),
-        "thin": (
-            image(np.zeros((1, 900, 3), np.uint8)),
-            "Qwen2_5_VLProcessor refuses media of 900x1",
-        ),
-        "audio": (
-            [{"type": "input_audio", "input_audio": {"data": "AA"}}],
-            "audio is not supported",
-        ),
-        **{
-            name: ([{"type": "video", "video": content}], "expected a video (MP4, ")
-            for name, content in PLAYLISTS.items()
-        },
-        "many frames": (
-            [{"type": "video", "video": video_of_many_frames()}],
-            "media.max_frames = 4096: it has 1000000000",
-        ),
-        "picture as video": (
-            [{"type": "video", "video": encoded(picture())}],
-            "expected a video (MP4",
-        ),
+        "thin": (image(np.zeros((1, 900, 3), np.uint8)), "Processor refuses media of 900x1"),
         "deep pixels": (
-            image(deep()),
-            "a picture of mode 'I;16': expected 8 bits for each channel",
-        ),
-        "deep file": (image(saved(deep(), "png")), "a picture of mode 'I;16': expected 8 bits"),
-        "floats of PIL": (image(Image.new("F", (8, 8))), "a picture of mode 'F': expected 8 bits"),
-        "odd mode": (image(Image.new("La", (8, 8))), "a picture that cannot be decoded: "),
-        "empty data url": (image("data:image/png;base64,"), "no bytes at all; expected a picture"),
-        "no bytes": (image(b""), "no bytes at all; expected a picture"),
-        "data after padding": (
-            image(f"data:image/png;base64,QQ=={base64.b64encode(encoded(picture())).decode()}"),
-            "not valid base64",
-        ),
-        "chunk of text": (
-            image(encoded(picture())[:33] + text_bomb() + encoded(picture())[33:]),
-            "expected a picture",
-        ),
-        "tiff of many pages": (
-            image(saved(picture(), "tiff", save_all=True, append_images=[picture()])),
-            "an animated TIFF where one picture is expected",
-        ),
-        "gif cut in its second frame": (image(two_frames[: second + 3]), "cannot be read"),
-        "file url without a host": (image("file://[x/a.png"), "cannot be read: ValueError"),
-        "deep frames": (
-            [{"type": "video", "video": [deep(), deep()]}],
+            image(Image.fromarray(np.zeros((30, 40), np.uint16))),
             "a picture of mode 'I;16': expected 8 bits for each channel",
         ),
         "frames of two sizes": (
-            [{"type": "video", "video": [picture(), picture(28, 28)]}],
+            video([picture(), picture(28, 28)]),
             "expected frames that are images of one size",
         ),
-        "odd frames": (
-            [{"type": "video", "video": [Image.new("La", (8, 8))]}],
-            "a picture that cannot be decoded: ",
-        ),
-        "percents of letters": (image("data:image/png;base64," + "%41" * 99), "not valid base64"),
         "nothing": ([{"type": "image"}], "is a part of type 'image' that holds nothing"),
-        "a number": (image(3), "int: expected a PIL image"),
     }
 
 
-async def test_prompt_with_bad_media_is_rejected_by_name(
-    folder: Path, bad_media: dict[str, tuple[Any, str]]
-) -> None:
-    batch = await play(config_of(folder), *(content for content, _ in bad_media.values()))
-    for (name, (_, said)), trajectory in zip(bad_media.items(), batch.trajectories, strict=True):
+async def test_prompt_with_bad_media_is_rejected_by_name(folder: Path) -> None:
+    bad = make_bad_media()
+    batch = await play(config_of(folder), *(content for content, _ in bad.values()))
+    for (name, (_, said)), trajectory in zip(bad.items(), batch.trajectories, strict=True):
         assert (trajectory.outcome, trajectory.reason) == (Outcome.REJECTED, "bad_message"), name
         assert trajectory.cause is not None
         assert said in trajectory.cause.message, (name, trajectory.cause.message)
         assert trajectory.cause.message.startswith("messages[0]: content[") or name == "thin", name
 
 
-async def test_tool_that_shows_bad_media_answers_with_the_error(
-    folder: Path, bad_media: dict[str, tuple[Any, str]]
-) -> None:
-    bad = {name: each for name, each in bad_media.items() if name not in ("audio", "thin")}
-    parts = [part for (*_, part), _ in bad.values()]
-    left = iter(parts)
+async def test_tool_that_shows_bad_media_answers_with_the_error(folder: Path) -> None:
+    bad = list(make_bad_media().values())[:4]
+    left = iter([part for (*_, part), _ in bad])
 
     @function_tool
     async def show() -> Any:
         """Show."""
         part = next(left)
-        return ToolResult("see", **{f"{part['type']}s": [part.get(part["type"], part)]})
+        return ToolResult("see", **{f"{part['type']}s": [part[part["type"]]]})
 
-    batch = await play(config_of(folder, (CALL, "ok")), *["go"] * len(parts), tools=[show])
+    batch = await play(config_of(folder, (CALL, "ok")), *["go"] * len(bad), tools=[show])
     assert {each.outcome for each in batch.trajectories} == {Outcome.COMPLETED}
     answers = [each.messages[2] for each in batch.trajectories]
     assert not any(each.parts for each in answers)
-    for name, (_, said) in bad.items():
-        assert any(said in str(each.content) for each in answers), (name, answers)
+    for _, said in bad:
+        assert any(said in str(each.content) for each in answers), (said, answers)
 
 
 LIMITS: dict[str, tuple[dict[str, Any], Any]] = {
@@ -304,26 +232,14 @@ LIMITS: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "media.max_bytes = 1000: it has": ({"max_bytes": 1000}, image(encoded(picture()))),
     "media.max_pixels = 100: 60 x 44 are 2640": ({"max_pixels": 100}, image(picture())),
-    "media.max_frames = 3: it has 4": (
-        {"max_frames": 3},
-        [{"type": "video", "video": frames(4)}],
-    ),
-    "media.max_frames = 5: it has 12": (
-        {"max_frames": 5},
-        [{"type": "video", "video": video_file(12)}],
-    ),
-    "media.max_seconds = 1.0: it takes 2.0 s": (
-        {"max_seconds": 1.0},
-        [{"type": "video", "video": video_file(12)}],
-    ),
-    "media.max_seconds = 0.1: it takes 2.0 s": (
-        {"max_seconds": 0.1},
-        [{"type": "video", "video": frames(4), "fps": 2}],
-    ),
+    "media.max_frames = 3: it has 4": ({"max_frames": 3}, video(frames(4))),
+    "media.max_frames = 5: it has 12": ({"max_frames": 5}, video(video_file(12))),
+    "media.max_seconds = 1.0: it takes 2.0 s": ({"max_seconds": 1.0}, video(video_file(12))),
+    "media.max_seconds = 0.1: it takes 2.0 s": ({"max_seconds": 0.1}, video(frames(4), fps=2)),
 }
 
 
-@pytest.mark.parametrize(("said", "case"), slow_after(4, LIMITS.items()), ids=LIMITS)
+@pytest.mark.parametrize(("said", "case"), LIMITS.items(), ids=LIMITS)
 async def test_media_past_a_limit_are_rejected_by_its_field(
     folder: Path, said: str, case: tuple[dict[str, Any], Any]
 ) -> None:
@@ -332,15 +248,15 @@ async def test_media_past_a_limit_are_rejected_by_its_field(
 
 
 async def test_huge_data_url_is_refused_without_another_copy(folder: Path) -> None:
-    url = "data:image/png;base64," + "A" * (1 << 27)
+    url = "data:image/png;base64," + "A" * (1 << 25)
     tracemalloc.start()
     try:
-        batch = await play(config_of(folder), image(url))
+        batch = await play(config_of(folder, max_bytes=1 << 20), image(url))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    check_rejected(batch, "media.max_bytes = 67108864: it has about 100663296 bytes")
-    assert peak < 50 * 1024 * 1024
+    check_rejected(batch, "media.max_bytes = 1048576: it has about 25165824 bytes")
+    assert peak < 16 * 1024 * 1024
 
 
 async def test_path_is_opened_below_a_root_only(folder: Path, tmp_path: Path) -> None:
@@ -365,30 +281,28 @@ async def test_path_is_opened_below_a_root_only(folder: Path, tmp_path: Path) ->
         assert expected in text
 
 
-@pytest.mark.parametrize("content", PLAYLISTS.values(), ids=PLAYLISTS)
 def test_video_that_names_other_files_opens_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even beside the process, where FFmpeg looks for relative names."""
     (tmp_path / "movie.mp4").write_bytes(video_file(2))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(MediaError, match="expected a video"):
-        read_media(MediaSource("video", content), MediaConfig())
+    for content in PLAYLISTS.values():
+        with pytest.raises(MediaError, match="expected a video"):
+            read_media(MediaSource("video", content), MediaConfig())
 
 
-@pytest.mark.parametrize("share", [0.7, 0.9, 0.99])
-def test_video_that_breaks_off_is_refused(tmp_path: Path, share: float) -> None:
+def test_video_that_breaks_off_is_refused(tmp_path: Path) -> None:
     content = solid_video(60, 64, 64, tmp_path / "a.mp4")
     read_media(MediaSource("video", content), MediaConfig())
     with pytest.raises(MediaError, match="a video that breaks off: "):
-        read_media(MediaSource("video", content[: int(len(content) * share)]), MediaConfig())
+        read_media(MediaSource("video", content[: int(len(content) * 0.9)]), MediaConfig())
 
 
 async def test_video_of_few_bytes_and_many_pixels_is_refused(folder: Path, tmp_path: Path) -> None:
     content = solid_video(12, 640, 480, tmp_path / "a.mp4")
     assert len(content) < 20_000
-    parts = [{"type": "video", "video": content}]
-    batch = await play(config_of(folder, max_bytes=20_000), parts)
+    batch = await play(config_of(folder, max_bytes=20_000), video(content))
     check_rejected(batch, "media.max_bytes = 20000: 4 frames have 3686400 decoded")
 
 
@@ -416,22 +330,19 @@ def camera_file() -> bytes:
 
 GOOD: dict[str, tuple[Any, tuple[int, int]]] = {
     "lines": (lines(encoded(picture())), (60, 44)),
-    "lines of many pieces": (lines(encoded(picture(900, 700))), (900, 700)),
     "percents": (percents(encoded(picture())), (60, 44)),
     "camera": (camera_file(), (40, 30)),
-    "camera, PIL": (Image.open(io.BytesIO(camera_file())), (40, 30)),
     "turned": (turned(), (30, 40)),
     "CMYK": (saved(picture().convert("CMYK"), "jpeg"), (60, 44)),
-    "palette": (picture().convert("P"), (60, 44)),
     "alpha": (picture().convert("RGBA"), (60, 44)),
 }
 
 
 def test_picture_that_is_loaded_by_many_at_once_is_itself() -> None:
-    shown = Image.open(io.BytesIO(saved(picture(1600, 1200), "jpeg")))
-    shown.load()
-    for _ in range(4):
-        unloaded = Image.open(io.BytesIO(saved(picture(1600, 1200), "jpeg")))
+    content = saved(picture(400, 300), "jpeg")
+    shown = Image.open(io.BytesIO(content))
+    for _ in range(3):
+        unloaded = Image.open(io.BytesIO(content))
         sources = [MediaSource("image", unloaded)] * 4
         with ThreadPoolExecutor(4) as threads:
             media = list(threads.map(read_media, sources, [MediaConfig()] * 4))
@@ -450,17 +361,6 @@ def test_frames_are_shown_upright_as_pictures_are() -> None:
     assert decode(medium).shape == (2, 40, 30, 3)
     single = read_media(MediaSource("image", turned()), MediaConfig())
     assert np.array_equal(decode(medium)[0], decode(single))
-
-
-def test_path_object_is_a_path(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(encoded(picture()))
-    source = MediaSource("image", tmp_path / "a.png")
-    assert read_media(source, MediaConfig(roots=(str(tmp_path),))).width == 60
-    with pytest.raises(MediaError, match=r"media\.roots names no directory"):
-        read_media(source, MediaConfig())
-    with pytest.raises(MediaError, match=r"a file of another machine \(host\)"):
-        other = MediaSource("image", f"file://host{tmp_path}/a.png")
-        read_media(other, MediaConfig(roots=(str(tmp_path),)))
 
 
 async def test_path_in_a_text_is_never_opened(folder: Path, tmp_path: Path) -> None:
@@ -537,21 +437,6 @@ async def test_members_of_a_group_share_their_media(folder: Path) -> None:
     assert len({id(medium) for medium in seen}) == 1
 
 
-async def test_model_without_a_modality_rejects_it_by_name(tmp_path: Path, folder: Path) -> None:
-    import shutil
-
-    shutil.copytree(folder, tmp_path / "text")
-    for name in ("processor_config.json", "preprocessor_config.json"):
-        (tmp_path / "text" / name).unlink(missing_ok=True)
-    (trajectory,) = (await play(config_of(tmp_path / "text"), image(picture()))).trajectories
-    assert (trajectory.outcome, trajectory.reason) == (Outcome.REJECTED, "bad_message")
-    assert trajectory.cause is not None
-    assert trajectory.cause.message == (
-        "messages[0] (user): content[1]: only parts of type 'text' are understood, not 'image': "
-        "here the model reads text only"
-    )
-
-
 class Response:
     """As verl's `ToolResponse`."""
 
@@ -562,19 +447,16 @@ class Response:
 ANSWERS: dict[str, Any] = {
     "images": lambda: ToolResult("see", images=[picture(), encoded(picture(28, 28))]),
     "video": lambda: ToolResult("see", videos=[frames(4)]),
-    "a picture": picture,
     "its bytes": lambda: encoded(picture()),
-    "with a reward": lambda: (ToolResult(images=[picture()]), 1.0),
     "parts": lambda: [
         {"type": "text", "text": "see"},
         {"type": "image_url", "image_url": {"url": data_url(encoded(picture()))}},
     ],
     "verl": lambda: read_answer((Response("see", [picture()], [frames(4)]), 0.5, {})),
-    "verl without text": lambda: read_answer(Response(None, [picture()])),
 }
 
 
-@pytest.mark.parametrize("answer", slow_after(3, ANSWERS.values()), ids=ANSWERS)
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
 async def test_tool_that_shows_media_is_seen_by_the_model(folder: Path, answer: Any) -> None:
     @function_tool
     async def show() -> Any:
@@ -726,11 +608,9 @@ async def test_resumed_trajectory_with_images_shows_them_again(
     assert len(shown) == 1
 
 
-@pytest.mark.parametrize("token", ["<|image_pad|>", "<|video_pad|>"])
-async def test_placeholder_that_the_model_samples_ends_its_turn_before_it(
-    folder: Path, token: str
-) -> None:
+async def test_placeholder_that_the_model_samples_ends_its_turn_before_it(folder: Path) -> None:
     """No forward pass takes placeholders that stand for nothing."""
+    token = "<|image_pad|>"
     config = config_of(folder, (f"{CALL}{token}{token} dropped", "I see"))
     batch = await play(config, image(picture()), "go on", samples=2, tools=[show_small])
     template = load_model_template(folder)
