@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollout.engine.core import Capabilities, Chunk, EngineInfo, EngineLoad, GenerationRequest
 
@@ -17,9 +17,16 @@ class ScriptedCore:
     Args:
         replies: Ids of each.
         vocab_size: Of the tokenizer.
+        modalities: What it takes beside text.
     """
 
-    def __init__(self, *, replies: Sequence[Sequence[int]], vocab_size: int) -> None:
+    def __init__(
+        self,
+        *,
+        replies: Sequence[Sequence[int]],
+        vocab_size: int,
+        modalities: Sequence[Any] = ("image", "video"),
+    ) -> None:
         self.info = EngineInfo(
             vocab_size=vocab_size,
             eos_ids=(),
@@ -27,7 +34,7 @@ class ScriptedCore:
             fingerprint="scripted",
             max_requests=256,
             core="scripted",
-            capabilities=Capabilities(modalities=("image", "video")),
+            capabilities=Capabilities(modalities=tuple(modalities)),
         )
         self._replies = [list(reply) for reply in replies]
         self._asked: dict[str, int] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -267,11 +266,6 @@ def video_file(count: int = 12, fps: int = 6, form: str = "mp4") -> bytes:
         for packet in stream.encode():
             container.mux(packet)
     return file.getvalue()
-
-
-def dumped(value: Any) -> str:
-    """JSON, for comparisons."""
-    return json.dumps(value, sort_keys=True)
 
 
 CALL = '<tool_call>\n{"name": "show", "arguments": {}}\n</tool_call>'

@@ -429,14 +429,6 @@ async def test_url_is_fetched_by_the_given_function_alone(folder: Path) -> None:
     assert batch.trajectories[0].outcome is Outcome.COMPLETED
 
 
-async def test_members_of_a_group_share_their_media(folder: Path) -> None:
-    content = image(picture())
-    batch = await play(config_of(folder), content, [*content, *content], samples=4)
-    seen = [each.medium for t in batch.trajectories for each in t.transcript.media]
-    assert len(seen) == 4 + 8
-    assert len({id(medium) for medium in seen}) == 1
-
-
 class Response:
     """As verl's `ToolResponse`."""
 
