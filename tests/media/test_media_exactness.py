@@ -262,15 +262,10 @@ def test_picture_given_in_any_form_has_the_same_pixels() -> None:
     data = base64.b64encode(encoded(shown)).decode()
     url = f"data:image/png;base64,{data}"
     forms: list[Any] = [
-        shown,
-        np.asarray(shown),
-        encoded(shown),
-        {"type": "image", "image": shown},
-        {"type": "image", "image": encoded(shown)},
+        *(shown, np.asarray(shown), encoded(shown)),
         {"type": "image", "image": url},
         {"type": "image", "base64": data},
         {"type": "image_url", "image_url": {"url": url, "detail": "high"}},
-        {"type": "image_url", "image_url": url},
         {"type": "input_image", "image_url": url},
         {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}},
         {"type": "image", "data": data, "mimeType": "image/png"},

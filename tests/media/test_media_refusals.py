@@ -12,8 +12,10 @@ import rollout
 import vision_models
 from media_material import CALL, config_of, frames, image, picture, write_model
 from rollout import Outcome, Prompt, Trajectory, function_tool
+from rollout.engine.cores.simulated.simulated_core import SimulatedCore
 from rollout.engine.cores.transformers import TransformersCore
 from rollout.errors import EngineError
+from rollout.testing import Scenario
 from rollout.tools import ToolResult
 
 if TYPE_CHECKING:
@@ -91,6 +93,11 @@ async def test_engine_of_images_rejects_videos_alone(folder: Path) -> None:
     check_rejected(video, "scripted takes no videos; it takes images")
     assert tool.outcome is Outcome.COMPLETED
     assert len(tool.transcript.media) == 1
+
+
+def test_simulated_engine_takes_the_media_that_its_scenario_says() -> None:
+    core = SimulatedCore(**Scenario(modalities=("image",)).reply("", "ok").to_dict())
+    assert core.info.capabilities.modalities == ("image",)
 
 
 async def test_embedded_engine_refuses_a_model_that_reads_images_by_name(tmp_path: Path) -> None:
