@@ -9,7 +9,7 @@ from array import array
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -33,7 +33,6 @@ TEXTS = st.lists(
     ),
     max_size=12,
 ).map("".join)
-SETTINGS = settings(deadline=None, max_examples=40)
 each_vocabulary = pytest.mark.parametrize(
     "vocabulary",
     [
@@ -49,7 +48,6 @@ def library_ids(vocabulary: str, text: str) -> list[int]:
 
 
 @each_vocabulary
-@SETTINGS
 @given(text=TEXTS)
 def test_encode_any_text_gives_the_ids_of_the_library(vocabulary: str, text: str) -> None:
     encoder = get_encoder(tokenizer(vocabulary))
@@ -57,7 +55,6 @@ def test_encode_any_text_gives_the_ids_of_the_library(vocabulary: str, text: str
 
 
 @each_vocabulary
-@SETTINGS
 @given(text=TEXTS)
 def test_encode_plain_places_hold_no_special_token(vocabulary: str, text: str) -> None:
     encoder = get_encoder(tokenizer(vocabulary))
@@ -174,7 +171,6 @@ UNUSUAL = {
 
 
 @pytest.mark.parametrize("name", UNUSUAL)
-@SETTINGS
 @given(text=st.lists(st.sampled_from(["<a>", "<b>", " ", "a", "bc d", "\n", "e"])).map("".join))
 def test_encode_by_a_tokenizer_that_cannot_be_split_takes_the_whole_text(
     name: str, text: str

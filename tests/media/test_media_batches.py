@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rollout
-from media_material import CALL, config_of, frames, image, picture, write_model
+from media_material import CALL, config_of, frames, image, picture
 from rollout import Prompt, RolloutBatch, RolloutError, ToolResult, function_tool, load_trajectories
 from rollout.batch import collate
 from rollout.chat import load_media_processor
@@ -31,11 +31,6 @@ pytestmark = [
 def anyio_backend() -> str:
     """The machine's own clock: media are read in threads."""
     return "trio"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model("qwen2_5_vl", tmp_path_factory.mktemp("vl"))
 
 
 @function_tool

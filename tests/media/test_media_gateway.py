@@ -12,7 +12,7 @@ import pytest
 
 import rollout
 from http_agents import Client, prompt_of
-from media_material import config_of, encoded, picture, write_model
+from media_material import config_of, encoded, picture
 from rollout.config import AgentConfig, GatewayConfig
 from rollout.media import decode
 
@@ -31,11 +31,6 @@ pytestmark = [
 def anyio_backend() -> str:
     """Real sockets, so real time."""
     return "trio"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model("qwen2_5_vl", tmp_path_factory.mktemp("vl"))
 
 
 DATA = base64.b64encode(encoded(picture())).decode()

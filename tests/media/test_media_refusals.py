@@ -10,7 +10,7 @@ import pytest
 
 import rollout
 import vision_models
-from media_material import CALL, config_of, frames, image, picture, write_model
+from media_material import CALL, config_of, frames, image, picture
 from rollout import Outcome, Prompt, Trajectory, function_tool
 from rollout.engine.cores.simulated.simulated_core import SimulatedCore
 from rollout.engine.cores.transformers import TransformersCore
@@ -32,11 +32,6 @@ pytestmark = [
 def anyio_backend() -> str:
     """The machine's own clock: media are read in threads."""
     return "trio"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model("qwen2_5_vl", tmp_path_factory.mktemp("vl"))
 
 
 @function_tool("show")

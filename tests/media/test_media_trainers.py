@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from media_material import encoded, frames, picture, write_model
+from media_material import encoded, frames, picture
 from rollout import Outcome, PromptError, RolloutError, Trajectory
 from rollout.chat import Transcript, load_chat_template, load_media_processor
 from rollout.config import LengthsConfig, MediaConfig
@@ -28,6 +28,8 @@ from rollout.media.parts import MediaSource
 from rollout.media.reading import read_media
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rollout.chat import ChatTemplate, MediaProcessor
     from rollout.media import Media
 
@@ -35,9 +37,8 @@ pytestmark = pytest.mark.skipif(not find_spec("torchvision"), reason="torchvisio
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> ChatTemplate:
-    path = str(write_model("qwen2_5_vl", tmp_path_factory.mktemp("vl")))
-    return load_chat_template(path, processor=load_media_processor(path))
+def template(folder: Path) -> ChatTemplate:
+    return load_chat_template(str(folder), processor=load_media_processor(str(folder)))
 
 
 @pytest.fixture

@@ -30,7 +30,6 @@ from media_material import (
     image,
     picture,
     video_file,
-    write_model,
 )
 from rollout import GroupPolicy, MediaError, Outcome, Prompt, function_tool, load_trajectories
 from rollout.chat import ChatTemplate, load_chat_template
@@ -66,11 +65,6 @@ pytestmark = [
 def anyio_backend() -> str:
     """The machine's own clock: media are read in threads."""
     return "asyncio"
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model("qwen2_5_vl", tmp_path_factory.mktemp("vl"))
 
 
 async def play(

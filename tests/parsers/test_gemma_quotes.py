@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.chat import get_tool_parser
@@ -142,7 +142,6 @@ def spellings(draw: st.DrawFn, value: Any, mark: str) -> str:
 
 
 @FAMILIES
-@settings(max_examples=30, deadline=None)
 @given(arguments=st.dictionaries(TEXTS, VALUES, max_size=4), data=st.data())
 def test_gemma_arguments_in_any_mix_of_quotings_come_back_equal(
     family: str, arguments: dict[str, Any], data: st.DataObject
