@@ -35,14 +35,21 @@ class Case(NamedTuple):
     in_reasoning: bool = False
 
 
+def invalid(name: str, text: str, reason: str) -> Case:
+    """A text that stands as a whole in the place of one call."""
+    return Case(name, text, calls=[Bad(text, reason)])
+
+
 def seen(calls: Sequence[ToolCall | InvalidToolCall], case: Case) -> list[Good | Bad]:
     """The parsed calls in the terms of the case."""
     found: list[Good | Bad] = []
     for at, call in enumerate(calls):
         wanted = case.calls[at] if at < len(case.calls) else None
         if isinstance(call, InvalidToolCall):
-            is_said = isinstance(wanted, Bad) and wanted.reason in call.reason
-            found.append(Bad(call.raw, wanted.reason if is_said else call.reason))
+            reason = call.reason
+            if isinstance(wanted, Bad) and wanted.reason in reason:
+                reason = wanted.reason
+            found.append(Bad(call.raw, reason))
             continue
         has_raw = isinstance(wanted, Good) and wanted.raw is not None
         call_id = None if call.id == f"call_{at}" else call.id

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parser_cases.case import Bad, Case, Good
+from parser_cases.case import Bad, Case, Good, invalid
 
 
 def call(body: str) -> str:
@@ -81,30 +81,20 @@ CASES = [
     Case("json_answer", '{"city": "Paris"}<end_of_turn>', content='{"city": "Paris"}'),
     Case("plain_text", "Hello.<turn|>", content="Hello."),
     Case("other_fences_are_content", "```python\nnow()\n```", content="```python\nnow()\n```"),
-    Case(
-        "unclosed_call",
-        "<|tool_call>call:now{}",
-        calls=[Bad("<|tool_call>call:now{}", "the call is not closed")],
-    ),
+    invalid("unclosed_call", "<|tool_call>call:now{}", "the call is not closed"),
     Case(
         "unclosed_call_before_another",
         f"<|tool_call>call:now{{}}{PARIS}",
         calls=[Bad("<|tool_call>call:now{}", "the call is not closed"), WEATHER],
     ),
-    Case(
-        "truncated_string",
-        '<|tool_call>call:weather{city:<|"|>Par',
-        calls=[Bad('<|tool_call>call:weather{city:<|"|>Par', "expected a value")],
-    ),
+    invalid("truncated_string", '<|tool_call>call:weather{city:<|"|>Par', "expected a value"),
     Case(
         "brace_not_closed",
         f"{call('now{x:1')}{PARIS}",
         calls=[Bad(call("now{x:1"), "expected , or }"), WEATHER],
     ),
-    Case(
-        "json_in_place_of_a_call",
-        '<|tool_call>{"name": "now"}<tool_call|>',
-        calls=[Bad('<|tool_call>{"name": "now"}<tool_call|>', "expected call:NAME")],
+    invalid(
+        "json_in_place_of_a_call", '<|tool_call>{"name": "now"}<tool_call|>', "expected call:NAME"
     ),
     Case(
         "code_in_the_fence",
@@ -112,9 +102,5 @@ CASES = [
         content="Then.",
         calls=[Bad("```tool_code\nimport os\n```", "expected a call of a function")],
     ),
-    Case(
-        "fence_not_closed",
-        "```tool_code\nnow()",
-        calls=[Bad("```tool_code\nnow()", "expected a call of a function")],
-    ),
+    invalid("fence_not_closed", "```tool_code\nnow()", "expected a call of a function"),
 ]

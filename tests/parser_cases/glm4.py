@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parser_cases.case import Bad, Case, Good
+from parser_cases.case import Bad, Case, Good, invalid
 
 
 def call(name: str, **arguments: str) -> str:
@@ -63,48 +63,30 @@ CASES = [
     Case("empty_reasoning", "<think></think>\nHello.<|user|>", content="Hello.", reasoning=""),
     Case("plain_text", "Hello.<|user|>", content="Hello."),
     Case("text_after", f"{PARIS} There.", content="There.", calls=[WEATHER]),
-    Case(
+    invalid(
         "key_without_a_value",
         "<tool_call>weather<arg_key>city</arg_key></tool_call>",
-        calls=[
-            Bad("<tool_call>weather<arg_key>city</arg_key></tool_call>", "expected a parameter")
-        ],
+        "expected a parameter",
     ),
-    Case(
+    invalid(
         "value_not_closed",
         f"<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</tool_call>{PARIS}",
-        calls=[
-            Bad(
-                f"<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</tool_call>{PARIS}",
-                "the parameter 'city' is not closed",
-            )
-        ],
+        "the parameter 'city' is not closed",
     ),
     Case(
         "unclosed_call_before_another",
         f"<tool_call>now\n{PARIS}",
         calls=[Bad("<tool_call>now\n", "expected a parameter"), WEATHER],
     ),
-    Case(
+    invalid(
         "json_of_another_format",
         '<tool_call>\n{"name": "now",\n"arguments": {}}\n</tool_call>',
-        calls=[
-            Bad(
-                '<tool_call>\n{"name": "now",\n"arguments": {}}\n</tool_call>',
-                "expected the name of a function",
-            )
-        ],
+        "expected the name of a function",
     ),
-    Case(
+    invalid(
         "a_text_twice_may_quote_its_own_tags",
         "<tool_call>weather<arg_key>city</arg_key><arg_value>a</arg_value>"
         "<arg_key>city</arg_key><arg_value>b</arg_value></tool_call>",
-        calls=[
-            Bad(
-                "<tool_call>weather<arg_key>city</arg_key><arg_value>a</arg_value>"
-                "<arg_key>city</arg_key><arg_value>b</arg_value></tool_call>",
-                "given twice",
-            )
-        ],
+        "given twice",
     ),
 ]

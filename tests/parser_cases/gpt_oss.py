@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parser_cases.case import Bad, Case, Good
+from parser_cases.case import Bad, Case, Good, invalid
 
 ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 HEAD = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
@@ -74,16 +74,8 @@ CASES = [
         f"{HEAD}{{city}}<|call|>",
         calls=[Bad(f"{HEAD}{{city}}", "malformed JSON")],
     ),
-    Case(
-        "truncated_json",
-        f'{HEAD}{{"city": "Par',
-        calls=[Bad(f'{HEAD}{{"city": "Par', "malformed JSON")],
-    ),
-    Case(
-        "truncated_header",
-        "<|channel|>commentary to=functions.weather ",
-        calls=[Bad("<|channel|>commentary to=functions.weather ", "has no message")],
-    ),
+    invalid("truncated_json", f'{HEAD}{{"city": "Par', "malformed JSON"),
+    invalid("truncated_header", "<|channel|>commentary to=functions.weather ", "has no message"),
     Case(
         "nameless_recipient_is_no_tool",
         "<|channel|>commentary to=functions.<|message|>{}<|call|>",

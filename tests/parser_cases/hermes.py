@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parser_cases.case import Bad, Case, Good
+from parser_cases.case import Bad, Case, Good, invalid
 
 
 def call(body: str) -> str:
@@ -44,11 +44,10 @@ CASES = [
     Case("text_after", f"{PARIS}Done.", "Done.", [WEATHER]),
     Case("unclosed", PARIS[:-12], "", [Bad(PARIS[:-12].strip(), UNCLOSED)]),
     Case("cut_in_a_key", f"so {PARIS[:38]}<|im_end|>", "so", [Bad(PARIS[:38], "malformed JSON")]),
-    Case(
+    invalid(
         "cut_in_a_string_that_quotes_tags",
         '<tool_call>{"name": "f</tool_call> and </tool_call> text',
-        "",
-        [Bad('<tool_call>{"name": "f</tool_call> and </tool_call> text', "malformed JSON")],
+        "malformed JSON",
     ),
     Case(
         "unclosed_before_another",
@@ -64,10 +63,7 @@ CASES = [
         [Good("now"), Bad(call("{'name': 'now'}"), "malformed JSON"), Good("now")],
     ),
     Case("duplicated_closing", f"{NOW}</tool_call>", "</tool_call>", [Good("now")]),
-    Case(
-        "overflowing_number",
-        call('{"name": "f", "arguments": {"x": 1e999}}'),
-        "",
-        [Bad(call('{"name": "f", "arguments": {"x": 1e999}}'), "malformed JSON")],
+    invalid(
+        "overflowing_number", call('{"name": "f", "arguments": {"x": 1e999}}'), "malformed JSON"
     ),
 ]

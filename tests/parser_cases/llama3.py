@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parser_cases.case import Bad, Case, Good
+from parser_cases.case import Bad, Case, Good, invalid
 
 TAG = "<|python_tag|>"
 PARIS, WEATHER = (
@@ -64,34 +64,24 @@ CASES = [
             Bad(f'{{"name": "weather", "parameters": {{city}}}}; {NOW}', "malformed JSON"),
         ],
     ),
-    Case(
-        "truncated",
-        '{"name": "weather", "parameters": {"city": "Par',
-        calls=[Bad('{"name": "weather", "parameters": {"city": "Par', "malformed JSON")],
-    ),
+    invalid("truncated", '{"name": "weather", "parameters": {"city": "Par', "malformed JSON"),
     Case(
         "code_is_no_call",
         f"{TAG}import os\nos.remove('x')<|eom_id|>",
         calls=[Bad(f"{TAG}import os\nos.remove('x')", "expected a JSON call")],
     ),
-    Case(
+    invalid(
         "built_in_tool_with_an_expression",
         f"{TAG}brave_search.call(query=name)",
-        calls=[Bad(f"{TAG}brave_search.call(query=name)", "expected a literal")],
+        "expected a literal",
     ),
     Case(
         "function_tag_not_closed",
         "<function=now>{}<|eot_id|>",
         calls=[Bad("<function=now>{}", "the call is not closed")],
     ),
-    Case(
-        "name_is_no_string",
-        f'{TAG}{{"name": 3, "parameters": {{}}}}',
-        calls=[Bad(f'{TAG}{{"name": 3, "parameters": {{}}}}', "must be a non-empty string")],
+    invalid(
+        "name_is_no_string", f'{TAG}{{"name": 3, "parameters": {{}}}}', "must be a non-empty string"
     ),
-    Case(
-        "unknown_keys",
-        f'{TAG}{{"name": "now", "args": {{}}}}',
-        calls=[Bad(f'{TAG}{{"name": "now", "args": {{}}}}', 'has no "parameters"')],
-    ),
+    invalid("unknown_keys", f'{TAG}{{"name": "now", "args": {{}}}}', 'has no "parameters"'),
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parser_cases.case import Bad, Case, Good
+from parser_cases.case import Bad, Case, Good, invalid
 
 BEGIN, END = "<minimax:tool_call>", "</minimax:tool_call>"
 
@@ -88,31 +88,18 @@ CASES = [
         content=f"Claude writes {PARIS} so.",
     ),
     Case("missing_end_of_block", f"{BEGIN}{PARIS}[e~[", calls=[WEATHER]),
-    Case(
-        "unclosed_invoke",
-        f'{BEGIN}<invoke name="now">{END}',
-        calls=[Bad(f'{BEGIN}<invoke name="now">{END}', "expected a parameter")],
-    ),
+    invalid("unclosed_invoke", f'{BEGIN}<invoke name="now">{END}', "expected a parameter"),
     Case(
         "unclosed_invoke_before_another",
         f'{BEGIN}<invoke name="now">{PARIS}{END}',
         calls=[Bad(f'{BEGIN}<invoke name="now">', "expected a parameter"), WEATHER],
     ),
-    Case(
+    invalid(
         "truncated_value",
         f'{BEGIN}<invoke name="weather"><parameter name="city">Par',
-        calls=[
-            Bad(
-                f'{BEGIN}<invoke name="weather"><parameter name="city">Par',
-                "the parameter 'city' is not closed",
-            )
-        ],
+        "the parameter 'city' is not closed",
     ),
-    Case(
-        "nameless",
-        f"{BEGIN}{invoke('')}{END}",
-        calls=[Bad(f"{BEGIN}{invoke('')}{END}", "expected <invoke")],
-    ),
+    invalid("nameless", f"{BEGIN}{invoke('')}{END}", "expected <invoke"),
     Case(
         "a_text_twice_may_quote_its_own_tags",
         f"{BEGIN}{invoke('weather', parameter('city', 'a'), parameter('city', 'b'))}{END}",

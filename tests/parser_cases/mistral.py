@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parser_cases.case import Bad, Case, Good
+from parser_cases.case import Bad, Case, Good, invalid
 
 MARK = "[TOOL_CALLS]"
 PARIS, WEATHER = (
@@ -82,9 +82,5 @@ CASES = [
         calls=[Good("now"), Bad('{"name": "wea', "malformed JSON")],
     ),
     Case("array_not_closed", f"{MARK}[{NOW}</s>", calls=[Good("now")]),
-    Case(
-        "text_in_place_of_a_call",
-        f"{MARK} now please",
-        calls=[Bad(f"{MARK} now please", "expected an array of calls")],
-    ),
+    invalid("text_in_place_of_a_call", f"{MARK} now please", "expected an array of calls"),
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from parser_cases.case import Bad, Case, Good
+from parser_cases.case import Bad, Case, Good, invalid
 
 PARIS, WEATHER = 'weather(city="Paris")', Good("weather", {"city": "Paris"})
 
@@ -59,32 +59,16 @@ CASES = [
     Case(
         "mathematics_is_content", "On [f(a), f(b)] it grows.", content="On [f(a), f(b)] it grows."
     ),
-    Case(
-        "positional_argument",
-        "[weather('Paris')]",
-        calls=[Bad("[weather('Paris')]", "expected name=value")],
-    ),
+    invalid("positional_argument", "[weather('Paris')]", "expected name=value"),
     Case(
         "malformed_call_of_an_offered_tool_in_a_line",
         "So [weather('Paris')]",
         content="So",
         calls=[Bad("[weather('Paris')]", "expected name=value")],
     ),
-    Case(
-        "expression_as_an_argument",
-        "[f(x=1 + 1)]",
-        calls=[Bad("[f(x=1 + 1)]", "expected a literal")],
-    ),
-    Case("nested_call", "[f(x=g(y=1))]", calls=[Bad("[f(x=g(y=1))]", "expected a literal")]),
-    Case("truncated_list", f"[{PARIS}, now()", calls=[Bad(f"[{PARIS}, now()", "expected a value")]),
-    Case(
-        "truncated_string",
-        "[weather(city='Par",
-        calls=[Bad("[weather(city='Par", "expected a value")],
-    ),
-    Case(
-        "one_faulty_call_makes_the_list_invalid",
-        f"[{PARIS}, now(1)]",
-        calls=[Bad(f"[{PARIS}, now(1)]", "expected name=value")],
-    ),
+    invalid("expression_as_an_argument", "[f(x=1 + 1)]", "expected a literal"),
+    invalid("nested_call", "[f(x=g(y=1))]", "expected a literal"),
+    invalid("truncated_list", f"[{PARIS}, now()", "expected a value"),
+    invalid("truncated_string", "[weather(city='Par", "expected a value"),
+    invalid("one_faulty_call_makes_the_list_invalid", f"[{PARIS}, now(1)]", "expected name=value"),
 ]
