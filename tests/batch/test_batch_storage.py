@@ -236,12 +236,17 @@ def test_batch_odd_extra_values_are_kept_as_text_and_logged(
         def __repr__(self) -> str:
             return "<Grader 7>"
 
-    extra = {"grader": Grader(), "array": np.array([[1, 2]]), "tensor": torch.tensor([1.5]), 3: "c"}
+    extra = {
+        "grader": Grader(),
+        "array": np.array([[1, 2]]),
+        "tensor": torch.tensor([1.5]),
+        3: (1,),
+    }
     prompt = Prompt(messages=[], ground_truth=Grader())
     with caplog.at_level(logging.WARNING, "rollout.batch"):
         collate(trajectories(extra=extra, prompt=prompt), LENGTHS, 0).save(tmp_path)
     loaded = RolloutBatch.load(tmp_path)
-    expected = {"grader": "<Grader 7>", "array": [[1, 2]], "tensor": [1.5], "3": "c"}
+    expected = {"grader": "<Grader 7>", "array": [[1, 2]], "tensor": [1.5], "3": [1]}
     assert loaded.samples[0].extra == loaded.trajectories[0].extra == expected
     assert loaded.trajectories[0].prompt == Prompt(messages=[], ground_truth="<Grader 7>")
     for name in ("extra['grader']", "prompt['ground_truth']"):

@@ -127,3 +127,14 @@ async def test_routed_experts_on_disk_are_the_same(tmp_path: Path, rollout_clock
     check(loaded.trajectories)
     again = collate(loaded.trajectories, LENGTHS, 256)
     assert again.tensors["routed_experts"].equal(batch.tensors["routed_experts"])
+
+
+def test_transcript_routed_experts_that_do_not_fit_are_refused() -> None:
+    transcript = Transcript()
+    transcript.append_prompt([1, 2])
+    transcript.append_routed_experts(np.zeros((1, 2, 1), np.int16))
+    with pytest.raises(ValueError, match=r"a shape of \(1, 1\) after \(2, 1\)"):
+        transcript.append_routed_experts(np.zeros((1, 1, 1), np.int16))
+    with pytest.raises(ValueError, match="2 tokens after 1; expected at most 2 in all"):
+        transcript.append_routed_experts(np.zeros((2, 2, 1), np.int16))
+    assert transcript.routed_length == 1

@@ -334,3 +334,8 @@ def test_template_that_goes_through_its_tools_unasked_gets_an_empty_list() -> No
     )
     offered = [{"type": "function", "function": {"name": "look"}}]
     assert chat.decode(chat.prompt_ids([QUESTION], offered)).startswith("<tool>look")
+
+
+def test_template_that_makes_no_text_is_an_error() -> None:
+    with pytest.raises(TemplateError, match=r"the chat template makes no text of \[user\]"):
+        template("{# nothing #}").prompt_ids([QUESTION])

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from chat_material import VOCABULARIES, chat, tokenizer
 from rollout.chat import ChatTemplate, encoding, tokenizer_backend
 from rollout.chat.encoding import TextEncoder, WrittenText, get_encoder, make_plain_codec
-from rollout.chat.tokenizer_backend import LONG, copy_tokenizer
+from rollout.chat.tokenizer_backend import LONG, copy_tokenizer, spell_token
 from rollout.errors import TemplateError
 from rollout.testing import simulated_tokenizer
 
@@ -237,6 +237,14 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return pieces
 
 
+def test_encode_forgets_long_pieces_that_were_used_longest_ago(encoded: list[str]) -> None:
+    encoder = TextEncoder(simulated_tokenizer())
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    for letter in (*letters, "z", "a"):
+        encoder.encode(letter * 500_000)
+    assert [text[0] for text in encoded] == [*letters, "a"]
+
+
 def test_prompt_ids_of_prompts_with_one_head_encode_it_once(encoded: list[str]) -> None:
     template = ChatTemplate(simulated_tokenizer())
     system = {"role": "system", "content": "Be brief. " * 20}
@@ -256,6 +264,31 @@ def test_spellings_of_parts_of_characters_join_to_the_text(vocabulary: str) -> N
     spelt = [template.spell_token(each) for each in template.text_ids(text)]
     assert b"".join(spelt) == text.encode()
     assert any(b"\xef\xbf\xbd" not in each and not _is_text(each) for each in spelt)
+
+
+def spelled() -> Tokenizer:
+    """Words after a mark of their space, and bytes for what has no word."""
+    words = ["▁a", "▁day", "s", "▁", "é", "。"]
+    names = [*words, *(f"<0x{byte:02X}>" for byte in range(256))]
+    made = Tokenizer(models.BPE({name: at for at, name in enumerate(names)}, []))
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return made
+
+
+def test_bytes_of_a_vocabulary_of_words_are_spelt_as_they_are() -> None:
+    backend = spelled()
+    assert [spell_token(backend, each) for each in (2, 6 + 0xE6, 4)] == [
+        b"s",
+        b"\xe6",
+        "é".encode(),
+    ]
 
 
 def _is_text(spelling: bytes) -> bool:

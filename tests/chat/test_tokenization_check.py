@@ -115,6 +115,15 @@ def test_drift_of_formats_that_leave_out_reasoning_says_so(family: str) -> None:
     assert "hm 0" not in drift.rendering
 
 
+@pytest.mark.parametrize("family", ["deepseek_r1", "minimax_m2"])
+def test_drift_of_reasoning_that_the_prompt_opened_is_named_too(family: str) -> None:
+    end = STOPS[family][0]
+    opened = "" if chat("qwen", family).observe(FOLLOWING[0], after=None)[1] else "<think>"
+    turns = (f"hm\n</think>\n\na{end}", f"{opened}hm</think>b{end}", f"hm</think>c{end}")
+    drift = spoken(family, turns)
+    assert drift.kind == "reasoning_stripped"
+
+
 #: Opens its turns inside ``<think>``, and writes the history without what was thought (GLM-4.7).
 OPENS_THINKING = """{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' }}
 {%- if m.role == 'assistant' %}{{ '</think>' ~ m.content.split('</think>')[-1] }}

@@ -16,6 +16,7 @@ from executors import call, executor_of, run
 from rollout import (
     Interaction,
     InteractionTurn,
+    MediaError,
     Outcome,
     Prompt,
     Trajectory,
@@ -63,6 +64,11 @@ def test_message_with_text_parts_and_empty_lists_of_media_is_text() -> None:
     parts = np.array([{"type": "text", "text": "a"}, "b"], dtype=object)
     (message,) = template_messages([{"role": "user", "content": parts, "images": []}])
     assert message["content"] == "ab"
+
+
+def test_message_with_images_beside_its_content_is_refused() -> None:
+    with pytest.raises(MediaError, match=r"messages\[0\]\.images is list; expected text: "):
+        template_messages([{"role": "user", "content": "x", "images": [picture()]}])
 
 
 async def play(*prompts: Prompt, interactions: Any = (), **agent: Any) -> Sequence[Trajectory]:

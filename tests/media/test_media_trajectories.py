@@ -31,7 +31,15 @@ from media_material import (
     picture,
     video_file,
 )
-from rollout import GroupPolicy, MediaError, Outcome, Prompt, function_tool, load_trajectories
+from rollout import (
+    GroupPolicy,
+    MediaError,
+    Outcome,
+    Prompt,
+    RolloutBatch,
+    function_tool,
+    load_trajectories,
+)
 from rollout.chat import ChatTemplate, load_chat_template
 from rollout.config import (
     AgentConfig,
@@ -51,8 +59,6 @@ from rollout.tools import PythonTool, ShellTool, ToolResult
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from rollout import RolloutBatch
 
 pytestmark = [
     pytest.mark.anyio,
@@ -175,6 +181,7 @@ def make_bad_media() -> dict[str, tuple[Any, str]]:
         ),
         "no base64": (image("data:image/png,abc"), "a data URL that is not of the form"),
         "broken base64": (image("data:image/png;base64,@@@"), "not valid base64"),
+        "animated": (image(animated_gif(2)), "an animated GIF where one picture is expected"),
         "gif": (video(animated_gif(4_200)), "media.max_frames = 4096: it has 4200"),
         "no video": (video(encoded(picture())[:300]), "a video"),
         "floats": (image(np.zeros((4, 4, 3))), "an array of float64 (4, 4, 3); expected uint8"),
@@ -186,6 +193,13 @@ def make_bad_media() -> dict[str, tuple[Any, str]]:
         "frames of two sizes": (
             video([picture(), picture(28, 28)]),
             "expected frames that are images of one size",
+        ),
+        "no bytes": (image(b""), "no bytes at all; expected a picture"),
+        "a number": (image(3), "int: expected a PIL image"),
+        "odd url": (image("file://[x/a.png"), "cannot be read: ValueError"),
+        "audio": (
+            [{"type": "input_audio", "input_audio": {"data": "AA"}}],
+            "audio is not supported",
         ),
         "nothing": ([{"type": "image"}], "is a part of type 'image' that holds nothing"),
     }
@@ -217,6 +231,16 @@ async def test_tool_that_shows_bad_media_answers_with_the_error(folder: Path) ->
     assert not any(each.parts for each in answers)
     for _, said in bad:
         assert any(said in str(each.content) for each in answers), (said, answers)
+
+
+async def test_rejected_prompt_is_saved_without_the_content_of_its_media(
+    folder: Path, tmp_path: Path
+) -> None:
+    batch = await play(config_of(folder), image(np.zeros((4, 4, 3))), image("/etc/hostname"))
+    batch.save(tmp_path)
+    loaded = [each.prompt for each in RolloutBatch.load(tmp_path).trajectories]
+    shown = [prompt.messages[0]["content"][1]["image"] for prompt in loaded if prompt is not None]
+    assert shown == ["<ndarray>", "/etc/hostname"]
 
 
 LIMITS: dict[str, tuple[dict[str, Any], Any]] = {
@@ -262,7 +286,8 @@ async def test_path_is_opened_below_a_root_only(folder: Path, tmp_path: Path) ->
     os.symlink(inside / "a.png", inside / "good.png")
     os.mkfifo(inside / "pipe")
     names = ["a.png", "good.png", "link.png", "../out/a.png", "none.png", ".", "pipe"]
-    paths = [str(inside / name) for name in names]
+    paths: list[Any] = [str(inside / name) for name in names]
+    paths[1] = inside / names[1]
     batch = await play(config_of(folder, roots=(str(inside),)), *map(image, paths))
     ended = [trajectory.outcome for trajectory in batch.trajectories]
     assert ended == [Outcome.COMPLETED] * 2 + [Outcome.REJECTED] * 5

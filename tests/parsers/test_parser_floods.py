@@ -123,7 +123,7 @@ def test_parser_brackets_that_open_before_a_faulty_list_are_read_once() -> None:
     assert any(seconds("pythonic", text) < 1.0 for _ in range(3))  # it parses twice
 
 
-@pytest.mark.parametrize("part", ["a<", "1+", "{}"])
+@pytest.mark.parametrize("part", ["a<", "1+", "{}", "None,"])
 def test_parser_array_that_is_no_literal_is_found_out_soon(part: str) -> None:
     arrays = {"type": "object", "properties": {"x": {"type": "array"}}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": arrays}}]
