@@ -156,3 +156,18 @@ async def test_top_log_probs_that_an_engine_leaves_out_fail_the_request(
     assert row.cause is not None
     assert "top ids with" in row.cause.message
     assert "expected sampling.top_log_probs = 1 with each" in row.cause.message
+
+
+def test_transcript_top_of_another_shape_is_refused_and_changes_nothing() -> None:
+    transcript = Transcript()
+    transcript.append_prompt([1])
+    with pytest.raises(ValueError, match=r"2 ids, most likely ones of shape \(1, 2\)"):
+        transcript.append_generated(
+            [2, 3],
+            [0.0, 0.0],
+            versions=[(0, 2)],
+            finish_reason="stop",
+            top=([[2, 3]], [[0.0, 0.0]]),
+        )
+    assert len(transcript) == 1
+    assert transcript.top_ids().shape == (1, 0)
