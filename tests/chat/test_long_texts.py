@@ -100,6 +100,15 @@ def test_prompt_ids_flood_of_spelled_tokens_is_refused_before_they_are_looked_at
         )
 
 
+def test_prompt_ids_tools_without_bound_are_refused() -> None:
+    function = {"name": "f", "description": "much " * 10**6, "parameters": {"type": "object"}}
+    schemas = [{"type": "function", "function": function}]
+    with pytest.raises(TooManyTokens):
+        chat("qwen", "qwen3").prompt_ids(
+            [{"role": "user", "content": "q"}], schemas, max_tokens=1024
+        )
+
+
 # What trajectories do with them
 
 
