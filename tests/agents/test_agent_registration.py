@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import pytest
 
@@ -35,10 +35,6 @@ class Counting(AgentLoop):
         self.runs += self.step
         await context.generate()
         context.extra["runs"] = self.runs
-
-    @classmethod
-    def quick(cls) -> Counting:
-        return cls(step=7)
 
 
 def make_counting() -> Counting:
@@ -71,17 +67,8 @@ async def played(name: str) -> list[rollout.Trajectory]:
     return list(batch.trajectories)
 
 
-@pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
 @pytest.mark.parametrize(
-    ("factory", "runs"),
-    [
-        (Counting, 1),
-        (partial(Counting, step=2), 2),
-        (partial(partial(Counting), step=4), 4),
-        (make_counting, 3),
-        (lambda: Counting(5), 5),
-        (Counting.quick, 7),
-    ],
+    ("factory", "runs"), [(Counting, 1), (partial(Counting, step=2), 2), (make_counting, 3)]
 )
 async def test_registered_factory_makes_an_agent_for_each_trajectory(
     factory: Callable[[], AgentLoop], runs: int
@@ -106,19 +93,9 @@ class Dataclass(AgentLoop):
         await context.generate()
 
 
-@dataclass
-class MakesDataclass:
-    tries: int = 2
-
-    def __call__(self) -> Dataclass:
-        return Dataclass(self.tries)
-
-
-@pytest.mark.parametrize("given", [Dataclass(), MakesDataclass()])
-async def test_registered_agent_without_hash_runs(given: Any) -> None:
-    name = type(given).__name__
-    register_agent(name)(given)
-    assert [each.outcome for each in await played(name)] == [Outcome.COMPLETED] * 6
+async def test_registered_agent_without_hash_runs() -> None:
+    register_agent("dataclass")(Dataclass())
+    assert [each.outcome for each in await played("dataclass")] == [Outcome.COMPLETED] * 6
 
 
 class WithoutItsInit(EnvironmentAgent):
@@ -173,9 +150,7 @@ class AroundMaze(EnvironmentAgent):
         Shared(),
         Heir(),
         ToolAgent(),
-        EnvironmentAgent(Maze),
         EnvironmentAgent(make_maze),
-        EnvironmentAgent(partial(Maze)),
         AroundMaze(Maze),
         ProgramAgent(["true"]),
         GraphAgent(lambda model: None),
@@ -200,13 +175,7 @@ class Remembering(ToolAgent):
         self.seen: list[str] = []
 
 
-class Denying(Shared):
-    is_shared = False
-
-
-@pytest.mark.parametrize(
-    "agent", [Counting(), IsMaze(), Remembering(), CompactingAgent(), Denying()]
-)
+@pytest.mark.parametrize("agent", [Counting(), IsMaze(), Remembering(), CompactingAgent()])
 def test_register_agent_refuses_an_instance_that_trajectories_would_share(
     agent: AgentLoop,
 ) -> None:
@@ -219,7 +188,7 @@ def test_register_agent_refuses_an_instance_that_trajectories_would_share(
         get_agent(name)
 
 
-@pytest.mark.parametrize("environment", [Maze(), CallableMaze(), "maze"])
+@pytest.mark.parametrize("environment", [Maze(), CallableMaze()])
 def test_environment_agent_refuses_one_environment_for_all(environment: Any) -> None:
     with pytest.raises(AgentError, match=r"environment = .*: register the class"):
         EnvironmentAgent(environment)
@@ -227,10 +196,6 @@ def test_environment_agent_refuses_one_environment_for_all(environment: Any) -> 
 
 class WithoutRun(AgentLoop):
     pass
-
-
-class RunIsNone(AgentLoop):
-    run = None  # type: ignore[assignment]
 
 
 class NoAgent:
@@ -243,10 +208,6 @@ class Needy(Counting):
         super().__init__(step)
 
 
-async def make_later() -> Counting:
-    return Counting()
-
-
 async def plain(context: AgentContext) -> None:
     pass
 
@@ -255,15 +216,9 @@ async def plain(context: AgentContext) -> None:
     ("given", "words"),
     [
         (WithoutRun, r"WithoutRun has no run; expected async def run\(self, context\)"),
-        (partial(cast("Any", WithoutRun)), "WithoutRun has no run; expected async def run"),
-        (RunIsNone, "RunIsNone has no run; expected async def run"),
         (NoAgent, "NoAgent'> is not a subclass of AgentLoop; expected a subclass"),
-        (NoAgent(), "NoAgent object .* is not a subclass of AgentLoop; expected a subclass"),
         (Needy, "cannot be called without arguments .*'step'.*; expected a subclass"),
         (plain, "makes none at once; expected a subclass"),
-        (make_later, "makes none at once; expected a subclass"),
-        (None, "None is not a subclass of AgentLoop"),
-        ("my_agent", "'my_agent' is not a subclass of AgentLoop"),
     ],
 )
 def test_register_agent_refuses_what_makes_no_agent(given: Any, words: str) -> None:

@@ -131,7 +131,6 @@ async def test_setting_of_a_client_is_said_and_counted(caplog: pytest.LogCapture
     "sampling",
     [
         SamplingConfig(),
-        SamplingConfig(temperature=0.7, repetition_penalty=1.5),
         SamplingConfig(top_p=1.0, top_k=-1, min_p=0.0),
         SamplingConfig(greedy=True, top_p=0.5),
     ],

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio  # noqa: TID251
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
@@ -16,12 +14,8 @@ import rollout
 from fake_gateway import FakeGateway, fake_gateway
 from harness import Recorder
 from rollout import AgentError, AgentTask, Outcome, Prompt, Reward, RolloutBatch
-from rollout.agents import AgentContext
-from rollout.agents.services import GatewayAddress
 from rollout.bridge import runs_on_trio
-from rollout.config import GatewayConfig, LimitsConfig, ToolsConfig
-from rollout.gateway.calls import ClientMessage, GatewayCall, GatewayError
-from rollout.gateway.session import open_session
+from rollout.config import LimitsConfig, ToolsConfig
 from rollout.testing import Scenario
 
 pytestmark = pytest.mark.anyio
@@ -129,7 +123,7 @@ async def test_function_agent_malformed_prompt_is_rejected(gateway: FakeGateway)
 
 @pytest.mark.parametrize(
     ("value", "reward"),
-    [(0.5, 0.5), (2, 2.0), (True, 1.0), (None, None), (Reward(value=3, extra={"why": "x"}), 3.0)],
+    [(0.5, 0.5), (None, None), (Reward(value=3, extra={"why": "x"}), 3.0)],
 )
 async def test_function_agent_number_is_the_reward(
     gateway: FakeGateway, value: Any, reward: float | None
@@ -149,7 +143,6 @@ async def test_function_agent_number_gives_way_to_a_reward_function(gateway: Fak
     [
         ("good", "the agent 'native_function' returned 'good'; expected a number or a Reward"),
         (float("nan"), "the agent 'native_function' returned nan; expected a finite number"),
-        ({"x": 1}, "the agent 'native_function' returned {'x': 1}; expected a mapping to have a s"),
     ],
 )
 async def test_function_agent_bad_value_is_named(
@@ -211,35 +204,6 @@ async def test_function_agent_error_after_a_limit_has_the_limits_outcome(
     (trajectory,) = (await tried(trial)).trajectories
     assert (trajectory.outcome, trajectory.reason) == (Outcome.LIMIT, "turns")
     assert trajectory.cause is None
-
-
-async def test_function_agent_refused_for_a_length_ends_by_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gateway = fake_gateway(monkeypatch)
-
-    @asynccontextmanager
-    async def serve(context: AgentContext) -> AsyncIterator[GatewayAddress]:
-        async with open_session(context, GatewayConfig()) as session:
-            TRIALS["session"] = session
-            yield GatewayAddress(root_url="http://127.0.0.1:9999", api_key="key", model="m")
-
-    monkeypatch.setattr(gateway, "open", serve)
-
-    async def trial(task: AgentTask) -> None:
-        async def ask(text: str) -> None:
-            call = GatewayCall(api="chat", messages=(ClientMessage(role="user", text=text),))
-            await TRIALS["session"].complete(call)
-
-        await ask("go")
-        try:
-            await ask("x" * 5000)
-        except GatewayError as error:
-            raise RuntimeError(f"Error code: 400 - {error}") from error
-
-    (trajectory,) = (await tried(trial)).trajectories
-    assert (trajectory.outcome, trajectory.limit_source) == (Outcome.LENGTH, "lengths.prompt")
-    assert trajectory.transcript.generated_length > 0
 
 
 async def test_function_agent_at_its_deadline_is_cancelled_and_closes_its_door(
@@ -322,7 +286,6 @@ async def test_function_agent_on_asyncio_that_swallows_cancellation_is_given_up(
     assert gateway.contexts == {}
 
 
-@ON_BOTH
 async def test_function_agent_sync_runs_in_a_thread(gateway: FakeGateway) -> None:
     def trial(task: AgentTask) -> float:
         assert threading.current_thread() is not threading.main_thread()
@@ -333,7 +296,6 @@ async def test_function_agent_sync_runs_in_a_thread(gateway: FakeGateway) -> Non
     assert (trajectory.outcome, trajectory.reward) == (Outcome.COMPLETED, 0.75)
 
 
-@ON_BOTH
 async def test_function_agent_sync_that_returns_an_awaitable_is_awaited(
     gateway: FakeGateway,
 ) -> None:
@@ -365,8 +327,6 @@ def generator(task: AgentTask) -> Any:
     ("function", "message"),
     [
         (5, "agent('x'): 5; expected a function of one argument, the task"),
-        (int, "agent('x'): <class 'int'>; expected a function of one argument, the task"),
-        (lambda: 1, "agent('x'): too many positional arguments; expected a function of one"),
         (lambda task, other: 1, "agent('x'): missing a required argument: 'other'; expected a"),
         (generator, "is a generator; expected a function of one argument, the task"),
     ],
@@ -382,13 +342,6 @@ def test_agent_refuses_a_taken_name_and_an_unknown_backend() -> None:
         rollout.agent("native_function")(lambda task: 1.0)
     with pytest.raises(AgentError, match=r"backend = 'curio'; expected 'asyncio' or 'native'"):
         rollout.agent("x", backend="curio")  # type: ignore[arg-type]
-
-
-def test_agent_gives_the_function_back() -> None:
-    def function(task: AgentTask) -> float:
-        return 1.0
-
-    assert rollout.agent("given_back")(function) is function
 
 
 async def test_agent_that_takes_its_task_for_a_context_is_told_what_to_write(

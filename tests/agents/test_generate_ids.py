@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from array import array
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,7 @@ def rendered(text: str) -> list[int]:
     return ids_of(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n")
 
 
-@pytest.mark.parametrize("kind", [list, tuple, np.array, lambda ids: array("i", ids)])
+@pytest.mark.parametrize("kind", [list, np.array])
 async def test_generate_ids_appends_what_is_beyond_the_transcript_as_an_observation(
     kind: Any,
 ) -> None:
@@ -88,7 +87,6 @@ async def test_generate_ids_sampling_holds_for_one_generation() -> None:
     ("change", "said"),
     [
         (lambda ids: [*ids[:5], 7, *ids[6:]], "that differ from the transcript's {n} at 5"),
-        (lambda ids: ids[:-3], "that differ from the transcript's {n} at {short}"),
         (lambda ids: [], "generate_ids: 0 ids that differ from the transcript's {n} at 0"),
         (lambda ids: [*ids, 10**6], "generate_ids: token id 1000000 at position {n} is outside"),
     ],
@@ -101,7 +99,7 @@ async def test_generate_ids_that_do_not_extend_the_transcript_are_refused(
         ids = context.transcript.ids().tolist()
         with pytest.raises(AgentError) as caught:
             await context.generate_ids(change(ids))
-        assert said.format(n=len(ids), short=len(ids) - 3) in str(caught.value)
+        assert said.format(n=len(ids)) in str(caught.value)
         assert context.transcript.ids().tolist() == ids
 
     (trajectory,) = (await tried(trial)).trajectories
@@ -113,7 +111,6 @@ async def test_generate_ids_that_do_not_extend_the_transcript_are_refused(
     [
         ({"heat": 1}, "generate_ids: sampling.heat: unknown key"),
         ({"temperature": -1}, "temperature = -1"),
-        (3, "generate_ids: sampling = 3; expected SamplingParams, or a mapping"),
     ],
 )
 async def test_generate_ids_with_bad_sampling_is_refused(sampling: Any, said: str) -> None:
@@ -159,16 +156,6 @@ async def test_subagent_ids_open_a_segment_with_their_tokens() -> None:
     assert (main.purpose, beside.purpose) == ("main", "subagent")
     assert beside.transcript.ids()[: len(rendered("go"))].tolist() == rendered("go")
     assert beside.transcript.generated_length > 0
-
-
-async def test_subagent_without_ids_is_refused_by_name() -> None:
-    async def trial(context: AgentContext) -> None:
-        await context.generate()
-        with pytest.raises(AgentError, match="subagent: no ids"):
-            await context.subagent(ids=[])
-
-    (trajectory,) = (await tried(trial)).trajectories
-    assert trajectory.outcome == Outcome.COMPLETED
 
 
 async def test_long_prompt_is_cut_on_the_left_where_the_configuration_says_so(

@@ -156,21 +156,13 @@ def test_harbor_tasks_are_part_of_what_a_resumed_run_must_agree_with(
     assert "tasks, SHA-256" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("files", "said"),
-    [
-        ({"environment__Dockerfile": "FROM x"}, "task t: it has environment/Dockerfile, and"),
-        ({"environment__docker-compose.yaml": ""}, "docker-compose.yaml is not supported"),
-        ({"steps__a__instruction.md": ""}, "task t: steps is not supported"),
-    ],
-)
 def test_harbor_task_that_cannot_run_is_refused_by_name_before_any_work(
-    folder: Path, capfd: pytest.CaptureFixture[str], files: dict[str, str], said: str
+    folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    write_task(folder / "tasks" / "t", "", **files)
+    write_task(folder / "tasks" / "t", "", environment__Dockerfile="FROM x")
     (folder / "config.py").write_text(CONFIG.replace("PROVIDER", repr(HERE)))
     assert main(["run", "config.py", "--prompts", "tasks", "--out", "out"]) == 2
-    assert said in " ".join(capfd.readouterr().err.split())
+    assert "task t: it has environment/Dockerfile, and" in " ".join(capfd.readouterr().err.split())
     assert not (folder / "out").exists()
 
 

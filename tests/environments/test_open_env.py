@@ -15,7 +15,14 @@ from rollout import Outcome
 from rollout.config import LimitsConfig
 from rollout.environments import OpenEnv, OpenEnvError
 
-pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])]
+pytestmark = pytest.mark.anyio
+both = pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Real time, for a real server."""
+    return "asyncio"
 
 
 @pytest.fixture
@@ -29,6 +36,7 @@ def url(echo: EchoServer) -> Iterator[str]:
         yield url
 
 
+@both
 async def test_open_env_is_played_by_text_to_its_end(echo: EchoServer, url: str) -> None:
     given = prompts(task="x", seed=3, secret=object())
     (trajectory,) = await act_by_text(OpenEnv(url), "abc", "bye", given=given)
@@ -86,6 +94,7 @@ async def test_open_env_reset_that_fails_fails_the_trajectory(act: Any, url: str
     assert "EXECUTION_ERROR: no such task" in trajectory.cause.message
 
 
+@both
 async def test_open_env_lost_connection_fails_the_trajectory(url: str) -> None:
     (by_text,) = await act_by_text(OpenEnv(url), "drop")
     (by_tool,) = await act_by_tool(OpenEnv(url), step("drop"), "never")
@@ -104,6 +113,7 @@ async def test_open_env_reward_that_is_no_number_fails_the_trajectory(url: str) 
         assert "'0.5'; expected a number" in trajectory.cause.message
 
 
+@both
 async def test_open_env_silence_fails_the_trajectory(url: str) -> None:
     server = OpenEnv(url, timeout_s=0.2)
     (by_text,) = await act_by_text(server, "mute")
@@ -111,6 +121,7 @@ async def test_open_env_silence_fails_the_trajectory(url: str) -> None:
     assert by_text.cause.message.endswith("TIMEOUT: no answer to step within 0.2 s")
 
 
+@both
 async def test_open_env_deadline_ends_a_step_and_its_session(echo: EchoServer, url: str) -> None:
     limits = LimitsConfig(
         generation_s=0.3, tool_s=0.3, turn_s=0.6, trajectory_s=0.9, batch_s=5, cleanup_s=3

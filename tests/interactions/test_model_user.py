@@ -24,10 +24,10 @@ TALK = [
 ]
 
 
-@pytest.fixture(params=["trio", "asyncio"])
-def anyio_backend(request: pytest.FixtureRequest) -> str:
-    """Both backends, in real time."""
-    return str(request.param)
+@pytest.fixture
+def anyio_backend() -> str:
+    """Real time, for a real server."""
+    return "asyncio"
 
 
 def says(content: object) -> tuple[int, Any]:
@@ -44,17 +44,18 @@ async def speaking(url: str, **options: Any) -> AsyncIterator[Interaction]:
     await speaker.finish()
 
 
+@pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
 async def test_model_sees_the_conversation_from_the_users_side(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KEY", "secret")
-    options = {"api_key_variable": "KEY", "sampling": {"temperature": 0.5}}
+    options = {"api_key_variable": "KEY", "sampling": {"temperature": 0.5, "top_k": 40}}
     with Endpoint(says("Tea, please.")) as endpoint:
         async with speaking(endpoint.url, **options) as speaker:
             assert await speaker.respond(TALK) == InteractionTurn("Tea, please.")
     (asked,) = endpoint.asked
     instructions, *seen = asked.pop("messages")
-    assert asked == {"model": "m", "temperature": 0.5}
+    assert asked == {"model": "m", "temperature": 0.5, "top_k": 40}
     assert endpoint.paths == ["/v1/chat/completions"]
     assert endpoint.keys == ["Bearer secret"]
     assert instructions["role"] == "system"
@@ -63,14 +64,6 @@ async def test_model_sees_the_conversation_from_the_users_side(
         {"role": "assistant", "content": "Hello"},
         {"role": "user", "content": "What would you like?"},
     ]
-
-
-async def test_fields_of_the_servers_own_are_sent() -> None:
-    with Endpoint(says("Tea.")) as endpoint:
-        async with speaking(endpoint.url, sampling={"top_k": 40, "temperature": 0.5}) as speaker:
-            await speaker.respond(TALK)
-    (body,) = endpoint.asked
-    assert (body["top_k"], body["temperature"], body["model"]) == (40, 0.5, "m")
 
 
 async def test_user_is_done_when_its_model_says_so_and_after_its_last_turn() -> None:
@@ -99,7 +92,6 @@ IMAGE = {"type": "image_url", "image_url": {"url": "http://host/a.png"}}
         ((401, "bad key"), RolloutError, r"HTTP 401: bad key$"),
         ((200, "[]"), RolloutError, r"not a chat completion: \[\]$"),
         ((200, "<html>"), RolloutError, r"no answer \(JSONDecodeError: "),
-        ((500, "x" * 900), RolloutError, r"HTTP 500: x{200}$"),
         (says([IMAGE]), MediaError, r"content\[0\]: only parts"),
         (None, RolloutError, r"no answer \(ConnectError"),
     ],
@@ -131,15 +123,6 @@ async def test_persona_with_a_field_that_the_prompt_lacks_is_named() -> None:
             {"max_turns": 0},
             "max_turns = 0, max_tries = 3, timeout_s = 60.0: expected at least 1, 1 and > 0",
         ),
-        (
-            {"max_tries": 0},
-            "max_turns = 8, max_tries = 0, timeout_s = 60.0: expected at least 1, 1 and > 0",
-        ),
-        (
-            {"timeout_s": -1},
-            "max_turns = 8, max_tries = 3, timeout_s = -1: expected at least 1, 1 and > 0",
-        ),
-        ({"base_url": 5}, "base_url = 5: expected an http or https URL"),
         (
             {"base_url": "localhost:8000"},
             "base_url = 'localhost:8000': expected an http or https URL",

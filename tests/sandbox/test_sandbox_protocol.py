@@ -73,14 +73,10 @@ async def wait_for_processes(token: str, count: int) -> None:
             await anyio.sleep(0.02)
 
 
-@pytest.mark.parametrize("name", slow_but(["HUP", "INT", "TERM", "PIPE", "XFSZ"], "TERM"))
-async def test_exec_command_ends_by_a_signal_that_the_host_ignores(
-    provider: str, name: str
-) -> None:
+async def test_exec_command_ends_by_a_signal_that_the_host_ignores(provider: str) -> None:
     async with opened(provider) as sandbox:
-        result = await sandbox.exec(f"kill -{name} $$; echo alive")
-    number = getattr(signal, f"SIG{name}")
-    assert (result.exit_code, result.stdout) == (128 + number, b"")
+        result = await sandbox.exec("kill -PIPE $$; echo alive")
+    assert (result.exit_code, result.stdout) == (128 + signal.SIGPIPE, b"")
 
 
 async def test_exec_hands_on_words_and_texts_and_gives_exit_code_and_both_streams(
@@ -103,15 +99,10 @@ async def test_exec_of_a_missing_program_is_127_and_of_one_that_cannot_run_126(
 ) -> None:
     async with opened(provider) as sandbox:
         missing = await sandbox.exec(["no-such-program", "x"])
-        beyond = await sandbox.exec(["/no/such/program"])
         await sandbox.write_file("plain", "no program", mode=0o644)
         plain = await sandbox.exec(["./plain"])
-        directory = await sandbox.exec(["/usr"])
-        in_shell = await sandbox.exec("no-such-program")
-    assert (missing.exit_code, beyond.exit_code, in_shell.exit_code) == (127, 127, 127)
-    assert (plain.exit_code, directory.exit_code) == (126, 126)
+    assert (missing.exit_code, plain.exit_code) == (127, 126)
     assert b"no-such-program" in missing.stderr
-    assert missing.stdout == b""
 
 
 async def test_exec_gets_its_input_to_the_end(provider: str) -> None:
@@ -252,17 +243,14 @@ async def test_commands_at_once_are_answered_each_with_its_own(provider: str) ->
         assert (result.stderr.decode(), result.exit_code) == (f" err{number}", number)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [b"", b"\0", PNG, "né\n".encode(), os.urandom(5 * 2**20 + 3)],
-    ids=["empty", "nul", "binary", "unicode", "large"],
-)
-async def test_file_that_is_written_reads_the_same(provider: str, data: bytes) -> None:
+async def test_file_that_is_written_reads_the_same(provider: str) -> None:
+    path = "deep/er/né \u4f60'\"$x"
     async with opened(provider) as sandbox:
-        await sandbox.write_file("deep/er/né \u4f60'\"$x", data)
-        assert await sandbox.read_file("deep/er/né \u4f60'\"$x") == data
-        counted = await sandbox.exec(["wc", "-c", "deep/er/né \u4f60'\"$x"])
-        assert int(counted.stdout.split()[0]) == len(data)
+        for data in (b"", PNG, os.urandom(5 * 2**20 + 3)):
+            await sandbox.write_file(path, data)
+            assert await sandbox.read_file(path) == data
+            counted = await sandbox.exec(["wc", "-c", path])
+            assert int(counted.stdout.split()[0]) == len(data)
 
 
 async def test_written_file_replaces_what_was_there_and_has_its_mode(provider: str) -> None:
@@ -403,21 +391,6 @@ async def test_download_of_links_devices_and_too_much_is_refused(
         assert [*tmp_path.iterdir()] == []
 
 
-async def test_download_that_fails_leaves_no_archive(provider: str, tmp_path: Path) -> None:
-    async with opened(provider) as sandbox:
-        sandbox.env = {**sandbox.env, "TMPDIR": f"{sandbox.workdir}/tmp"}
-        await sandbox.exec("mkdir much tmp bin; truncate -s 1G much/x")
-        with pytest.raises(SandboxLimit, match=r"^much has more than 1000000 bytes$"):
-            await sandbox.download("much", tmp_path / "got", max_bytes=10**6)
-        if provider != "container":  # the tar of busybox is part of its shell
-            await sandbox.write_file("bin/tar", "#!/bin/sh\necho half; exit 3", mode=0o755)
-            sandbox.env["PATH"] = f"{sandbox.workdir}/bin:/usr/bin:/bin"
-            with pytest.raises(SandboxError, match="exit code 3"):
-                await sandbox.download("bin", tmp_path / "got")
-        assert (await sandbox.exec("ls tmp")).stdout == b""
-    assert [*tmp_path.iterdir()] == []
-
-
 #: Answers whoever asks with an archive that has one member of the name in $NAME.
 TAR = """#!/usr/bin/env python3
 import io, os, sys, tarfile
@@ -461,10 +434,7 @@ async def test_close_ends_what_runs_and_may_be_called_again(provider: str) -> No
         for call in (
             sandbox.exec(["true"]),
             sandbox.read_file("f"),
-            sandbox.write_file("f", "x"),
             sandbox.download("f", "g"),
-            sandbox.upload("f", "g"),
-            sandbox.host_url("http://127.0.0.1:1"),
         ):
             with pytest.raises(SandboxLost, match="closed"):
                 await call
@@ -493,22 +463,15 @@ async def test_directory_of_one_sandbox_is_not_seen_by_the_next(provider: str) -
 
 
 async def test_wrong_arguments_are_refused_before_anything_runs(provider: str) -> None:
+    wrong: list[Any] = ["echo", 1]
     async with opened(provider) as sandbox:
-        with pytest.raises(ValueError, match="NUL"):
-            await sandbox.exec(["a\0b"])
-        with pytest.raises(ValueError, match="command"):
-            await sandbox.exec([])
-        words: list[Any] = ["echo", 1]
-        with pytest.raises(ValueError, match=r"command = \['echo', 1\]: expected words"):
-            await sandbox.exec(words)
-        seconds: list[Any] = [float("nan"), "1"]
-        for timeout_s in seconds:
-            with pytest.raises(ValueError, match=f"timeout_s = {timeout_s!r}: expected seconds"):
-                await sandbox.exec("true", timeout_s=timeout_s)
-        wrong: list[Any] = [{"A=B": "x"}, {"": "x"}, {"A": 1}, {"A": "x\0"}]
-        for variables in wrong:
-            with pytest.raises(ValueError, match=r"env\["):
-                await sandbox.exec("true", env=variables)
+        for command in (["a\0b"], [], wrong):
+            with pytest.raises(ValueError, match=r"command|NUL"):
+                await sandbox.exec(command)
+        with pytest.raises(ValueError, match="timeout_s = nan: expected seconds"):
+            await sandbox.exec("true", timeout_s=float("nan"))
+        with pytest.raises(ValueError, match=r"env\["):
+            await sandbox.exec("true", env={"A=B": "x"})
 
 
 async def test_program_inside_reaches_a_server_here_by_its_host_url(provider: str) -> None:
@@ -657,13 +620,10 @@ class Mine:
     """A provider of somebody else's."""
 
     name, max_open = "mine", 1
-
-    def __init__(self, *, fault: str = "") -> None:
-        self.fault, self.is_closed = fault, False
+    is_closed = False
 
     async def check(self) -> None:
-        if self.fault:
-            raise SandboxUnavailable(self.fault)
+        pass
 
     async def close(self) -> None:
         self.is_closed = True
@@ -673,14 +633,9 @@ async def test_provider_is_found_by_its_name_or_a_factory() -> None:
     async with open_provider("test_sandbox_protocol:Mine") as mine:
         assert isinstance(mine, Mine)
     assert mine.is_closed
-    with pytest.raises(SandboxUnavailable, match="no room"):
-        async with open_provider("test_sandbox_protocol:Mine", fault="no room"):
-            pytest.fail("it opened")
     for name, text in {
         "dockr": "'dockr': expected one of 'auto', 'none', 'bubblewrap'",
-        "inspect": "expected one of",
         "no.such:thing": "No module named 'no'",
-        "test_sandbox_protocol:Nobody": "Nobody",
     }.items():
         with pytest.raises(ConfigError, match=text):
             async with open_provider(name):

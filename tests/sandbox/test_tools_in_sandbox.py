@@ -46,7 +46,7 @@ from rollout.tools import (
 from rollout.tools.sandbox_tools import CAP
 from rollout.types import ToolCall
 from rollout.worker_threads import WorkerThreads
-from slow_cases import slow_after, slow_but
+from slow_cases import slow_but
 
 pytestmark = [pytest.mark.anyio, pytest.mark.process]
 LOST = "what earlier calls had left in Python is gone]"
@@ -111,56 +111,35 @@ async def test_python_keeps_variables_and_shares_files_with_the_shell(provider: 
         assert len(set(map(id, hands.serials()))) == 1, "calls of one turn run in turn"
 
 
-@pytest.mark.parametrize(
-    ("code", "text", "is_error"),
-    slow_after(
-        3,
-        [
-            ("", "(no output)", False),
-            ("print('a', end='')\n'b'", "a'b'\n", False),
-            ("import sys\nsys.exit()", "(no output)", False),
-            ("import sys\nsys.exit(3)", "SystemExit: 3", True),
-            ("import sys\nsys.exit('why')", "why", True),
-            (
-                "def f(:",
-                '  File "<call 1>", line 1\n    def f(:\n          ^\nSyntaxError: invalid syntax',
-                True,
-            ),
-            (
-                "def f():\n    return 1 / 0\nf()",
-                'Traceback (most recent call last):\n  File "<call 1>", line 3, in <module>\n'
-                "    f()\n"
-                '  File "<call 1>", line 2, in f\n    return 1 / 0\n           ~~^~~\n'
-                "ZeroDivisionError: division by zero",
-                True,
-            ),
-            ("raise KeyboardInterrupt", "KeyboardInterrupt", True),
-            ("import sys\nprint('x', file=sys.stderr)", "x\n", False),
-            ("print('\\udc80')", "?\n", False),
-            ("print('\ud800é')", "�é\n", False),
-            ("print('a\0b')", "source code string cannot contain null bytes", True),
-            ("input()", "EOFError: EOF when reading a line", True),
-            ("__name__, __import__('sys').argv", "('__main__', [''])\n", False),
-            (
-                "import os\nif os.fork() == 0: print('child')\nelse: os.wait()\nNone",
-                "child\n",
-                False,
-            ),
-            ("import os\nos.system('echo a; echo b >&2')\nNone", "a\nb\n", False),
-            ("import sys\nsys.stdout.close()", "(no output)", False),
-            ("def f(): f()\nf()", "maximum recursion depth exceeded", True),
-        ],
+#: Code, the end of its answer, and whether that is an error.
+CELLS = [
+    (
+        "def f():\n    return 1 / 0\nf()",
+        'Traceback (most recent call last):\n  File "<call 1>", line 3, in <module>\n'
+        "    f()\n"
+        '  File "<call 1>", line 2, in f\n    return 1 / 0\n           ~~^~~\n'
+        "ZeroDivisionError: division by zero",
+        True,
     ),
-)
-async def test_python_code_is_answered_as_an_interpreter_would(
-    code: str, text: str, is_error: bool
-) -> None:
+    ("", "(no output)", False),
+    ("print('a', end='')\n'b'", "a'b'\n", False),
+    ("import sys\nsys.exit(3)", "SystemExit: 3", True),
+    ("def f(:", "SyntaxError: invalid syntax", True),
+    ("raise KeyboardInterrupt", "KeyboardInterrupt", True),
+    ("import os\nos.system('echo a; echo b >&2')\nNone", "a\nb\n", False),
+    ("print('\\udc80')", "?\n", False),
+    ("input()", "EOFError: EOF when reading a line", True),
+    ("import os\nif os.fork() == 0: print('child')\nelse: os.wait()\nNone", "child\n", False),
+    ("import sys\nsys.stdout.close()", "(no output)", False),
+]
+
+
+async def test_python_code_is_answered_as_an_interpreter_would() -> None:
     async with holding("none", PythonTool()) as hands:
-        said = await hands.python(code)
-        assert said.is_error == is_error
-        assert said.text.endswith(text)
-        assert "ast.py" not in said.text
-        assert await hands.python("print(1)") == ToolResult("1\n")
+        for code, text, is_error in CELLS:
+            said = await hands.python(code)
+            assert (said.is_error, said.text[-len(text) :]) == (is_error, text)
+            assert "ast.py" not in said.text
 
 
 async def test_python_objects_of_cells_can_be_pickled_and_forked_workers_do_not_answer() -> None:
@@ -193,32 +172,17 @@ async def test_python_that_runs_too_long_is_killed_and_the_next_call_starts_anew
         assert await hands.python("1") == ToolResult("1\n")
 
 
-@pytest.mark.parametrize("code", ["import os\nprint('a')\nos._exit(0)", "import os\nos.abort()"])
-async def test_python_that_ends_itself_says_that_its_variables_are_gone(
-    provider: str, code: str
-) -> None:
+async def test_python_that_ends_itself_says_that_its_variables_are_gone(provider: str) -> None:
     async with holding(provider, PythonTool()) as hands:
-        said = await hands.python(code)
-        assert said.is_error
-        assert said.text.endswith(f"[the interpreter has ended; {LOST}")
-        assert ("a\n" in said.text) == ("print" in code)
+        said = await hands.python("import os\nprint('a')\nos._exit(0)")
+        assert said == ToolResult(f"a\n[the interpreter has ended; {LOST}", is_error=True)
         assert (await hands.python("1")).text == f"[{LOST}\n1\n"
 
 
-BOMBS = {
-    "forks": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
-    "forks once refused": "import os\nwhile True: os.fork()",
-    "threads": (
-        "import _thread, time\nwhile True:\n    try: _thread.start_new_thread(time.sleep, (999,))\n"
-        "    except RuntimeError: pass"
-    ),
-}
-
-
-@pytest.mark.parametrize("bomb", slow_after(1, BOMBS))
-async def test_python_fork_bomb_is_killed_and_a_later_call_has_room(bomb: str) -> None:
-    async with holding("bubblewrap", PythonTool(timeout_s=1.0), max_processes=16) as hands:
-        assert (await hands.python(BOMBS[bomb])).is_error
+async def test_python_fork_bomb_is_killed_and_a_later_call_has_room() -> None:
+    bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+    async with holding("bubblewrap", PythonTool(timeout_s=0.5), max_processes=16) as hands:
+        assert (await hands.python(bomb)).is_error
         # While the last of them end, a session may have no room itself.
         answers = [(await hands.python("6 * 7")).text for _ in range(5)]
         assert any(each.endswith("42\n") for each in answers), answers
@@ -264,31 +228,22 @@ async def test_shell_keeps_directory_exports_and_functions_and_nothing_else(prov
         assert await hands.shell("echo $PATH; env | grep -c ^HOME=") != ""
 
 
-@pytest.mark.parametrize(
-    ("command", "text"),
-    slow_after(
-        2,
-        [
-            ("ls nothing", "[exit code"),
-            ("echo a; echo b >&2; echo c; exit 3", "a\nb\nc\n[exit code 3]"),
-            ("false", "[exit code 1]"),
-            ("no-such-program", "[exit code 127]"),
-            ("if", "[exit code"),
-            ("set -e; cd /; false; echo never", "[exit code 1]"),
-            ("kill -9 $$", "[exit code 137]"),
-        ],
-    ),
-)
-async def test_shell_command_that_fails_ends_with_its_exit_code(
-    provider: str, command: str, text: str
-) -> None:
+async def test_shell_command_that_fails_ends_with_its_exit_code(provider: str) -> None:
+    commands = {
+        "echo a; echo b >&2; echo c; exit 3": "a\nb\nc\n[exit code 3]",
+        "no-such-program": "[exit code 127]",
+        "if": "[exit code ",
+        "set -e; cd /; false; echo never": "[exit code 1]",
+        "kill -9 $$": "[exit code 137]",
+    }
     async with holding(provider, ShellTool()) as hands:
         await hands.shell("export KEPT=1")
-        said = await hands.ask("shell", command=command)
-        assert said.is_error
-        assert text in said.text
-        assert said.text.splitlines()[-1].startswith("[exit code ")
-        assert await hands.shell("echo $KEPT") == "1\n"
+        for command, text in commands.items():
+            said = await hands.ask("shell", command=command)
+            assert said.is_error
+            assert text in said.text
+            assert said.text.splitlines()[-1].startswith("[exit code ")
+            assert await hands.shell("echo $KEPT") == "1\n"
 
 
 async def test_shell_exit_keeps_what_was_changed_before(provider: str) -> None:
@@ -367,26 +322,18 @@ async def test_edit_keeps_bytes_modes_and_line_ends_that_it_does_not_change(prov
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
-    slow_after(
-        3,
-        [
-            ({"command": "view", "path": "nothing"}, "nothing: No such file or directory"),
-            ({"command": "view", "path": "f", "view_range": [4, 5]}, "f has 3 lines"),
-            ({"command": "str_replace", "path": "f", "old_str": "zzz"}, "does not occur"),
-            ({"command": "str_replace", "path": "f", "old_str": ""}, "does not occur"),
-            (
-                {"command": "str_replace", "path": "f", "old_str": "aa"},
-                "more than once, first in line 1 and last in line 1;",
-            ),
-            ({"command": "str_replace", "path": "f"}, "str_replace needs old_str"),
-            ({"command": "insert", "path": "f", "insert_line": 9, "new_str": ""}, "3 lines"),
-            ({"command": "insert", "path": "f", "new_str": ""}, "insert needs insert_line"),
-            ({"command": "create", "path": "f"}, "create needs file_text"),
-            ({"command": "create", "path": ".", "file_text": ""}, "is a directory"),
-            ({"command": "str_replace", "path": ".", "old_str": "a"}, "is a directory"),
-            ({"command": "create", "path": "f/g", "file_text": ""}, "f/g: "),
-        ],
-    ),
+    [
+        ({"command": "view", "path": "nothing"}, "nothing: No such file or directory"),
+        ({"command": "view", "path": "f", "view_range": [4, 5]}, "f has 3 lines"),
+        ({"command": "str_replace", "path": "f", "old_str": "zzz"}, "does not occur"),
+        (
+            {"command": "str_replace", "path": "f", "old_str": "aa"},
+            "more than once, first in line 1 and last in line 1;",
+        ),
+        ({"command": "insert", "path": "f", "insert_line": 9, "new_str": ""}, "3 lines"),
+        ({"command": "create", "path": "f"}, "create needs file_text"),
+        ({"command": "str_replace", "path": ".", "old_str": "a"}, "is a directory"),
+    ],
 )
 async def test_edit_that_cannot_be_made_says_why_and_changes_nothing(
     arguments: dict[str, Any], text: str
@@ -399,13 +346,17 @@ async def test_edit_that_cannot_be_made_says_why_and_changes_nothing(
         assert await hands.sandbox.read_file("f") == b"aaa\nb\nc"
 
 
-async def reward_note(trajectory: Trajectory, sandbox: Any) -> float:
-    return float(await sandbox.read_file("note") == b"20")
+async def run_hidden_tests(trajectory: Trajectory, sandbox: Any) -> float:
+    async with sandbox.fresh(artifacts=["src"]) as judge:
+        await judge.write_file("check.py", "from src.solution import x\nassert x == 20")
+        result = await judge.exec(["python3", "check.py"], timeout_s=60)
+    return float(result.exit_code == 0)
 
 
 async def test_tools_of_a_trajectory_share_its_sandbox_with_its_reward() -> None:
     turns = [
-        tool_call("python", code="x = 20\nopen('note', 'w').write(str(x))"),
+        tool_call("edit", command="create", path="src/solution.py", file_text="x = 20"),
+        tool_call("python", code="from src.solution import x\nopen('note', 'w').write(str(x))"),
         tool_call("shell", command="cat note; cd /; export A=1"),
         tool_call("shell", command="echo $A $PWD"),
         tool_call("edit", command="view", path="note"),
@@ -422,16 +373,19 @@ async def test_tools_of_a_trajectory_share_its_sandbox_with_its_reward() -> None
         lengths=LengthsConfig(prompt=8192, response=8192),
     )
     tools = [PythonTool(), ShellTool(), EditTool()]
-    async with rollout.open_rollout(config, tools=tools, reward=reward_note) as runtime:
+    async with rollout.open_rollout(config, tools=tools, reward=run_hidden_tests) as runtime:
         (trajectory,) = (await runtime.generate([rollout.Prompt("go")])).trajectories
     assert trajectory.reward == 1.0
     said = [m.content for m in trajectory.messages if m.role == "tool"]
-    assert said[:4] == ["2\n", "20", "1 /\n", "     1\t20"]
-    assert said[4] == "timed out after 3 s (limits.tool_s)"
-    assert said[5] == f"[{LOST}\n5\n"
+    assert said == [
+        "src/solution.py is written: 1 lines",
+        *("2\n", "20", "1 /\n", "     1\t20"),
+        "timed out after 3 s (limits.tool_s)",
+        f"[{LOST}\n5\n",
+    ]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_calls_of_one_turn_run_as_written_under_any_schedule(seed: int) -> None:
     calls = [
         tool_call("python", code="open('log', 'w').write('a')"),
@@ -489,28 +443,12 @@ async def run_trajectories(count: int) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before + 8
 
 
-@pytest.mark.parametrize("max_pictures", [-1, True])
-def test_number_of_pictures_that_is_none_is_refused(max_pictures: Any) -> None:
-    with pytest.raises(ToolError) as refusal:
-        PythonTool(max_pictures=max_pictures)
-    assert f"'python': max_pictures = {max_pictures}: expected an integer ≥ 0" in str(refusal.value)
-
-
-@pytest.mark.parametrize("name", ["python", "shell", "edit"])
 async def test_tools_without_a_sandbox_are_refused_when_opened(
-    name: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("rollout.sandbox.bubblewrap.find_bwrap", lambda: "/bin/false")
     monkeypatch.setitem(sys.modules, "rollout.sandbox.sandlock", None)
-    config = Scenario().config(tools=ToolsConfig(builtin=(name,)))
+    config = Scenario().config(tools=ToolsConfig(builtin=("shell",)))
     with pytest.raises(SandboxUnavailable, match="no sandbox for what models write"):
         async with rollout.open_rollout(config):
             pytest.fail("it opened")
-
-
-def test_schemas_are_of_the_openai_form() -> None:
-    for tool in (PythonTool("py", description="d"), ShellTool(), EditTool()):
-        function = tool.schema["function"]
-        assert function["name"] == tool.name
-        assert function["description"]
-        assert set(function["parameters"]["required"]) <= set(function["parameters"]["properties"])

@@ -103,11 +103,6 @@ async def test_asyncio_tool_that_fails_is_an_error_result_and_the_loop_goes_on(
     threads: WorkerThreads,
 ) -> None:
     @function_tool(backend="asyncio")
-    async def fails() -> None:
-        """Raise."""
-        raise ValueError("no such row")
-
-    @function_tool(backend="asyncio")
     async def exits() -> None:
         """Exit."""
         await asyncio.sleep(0)
@@ -125,10 +120,9 @@ async def test_asyncio_tool_that_fails_is_an_error_result_and_the_loop_goes_on(
         """Answer."""
         return "fine"
 
-    tools = opened(threads, fails, exits, cancels, fine)
-    results = await run(tools, "fails", "exits", "cancels", "fine")
-    assert results[0] == ToolResult("ValueError: no such row", is_error=True)
-    assert [result.is_error for result in results] == [True, True, True, False]
+    tools = opened(threads, exits, cancels, fine)
+    results = await run(tools, "exits", "cancels", "fine")
+    assert [result.is_error for result in results] == [True, True, False]
     assert await run(tools, "fine") == [ToolResult("fine")]
 
 
@@ -154,34 +148,6 @@ async def test_asyncio_tool_that_ignores_its_cancellation_is_abandoned_and_count
     with anyio.fail_after(30):
         while threads.abandoned:
             await anyio.sleep(0.01)
-
-
-@pytest.mark.parametrize("anyio_backend", ["trio"])
-async def test_asyncio_tool_cancelled_before_it_began_is_not_counted_for_ever(
-    threads: WorkerThreads, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(threads, "_cleanup_s", 0.05)
-    holds, release = threading.Event(), threading.Event()
-
-    @function_tool(backend="asyncio")
-    async def block() -> None:
-        """Hold the loop."""
-        holds.set()
-        release.wait()
-
-    @function_tool(backend="asyncio")
-    async def late() -> None:
-        """Begin when it is too late."""
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(run, opened(threads, block), "block")
-        while not holds.is_set():
-            await anyio.sleep(0.01)
-        assert await run(opened(threads, late, tool_s=0.05), "late") == [
-            ToolResult("timed out after 0.05 s (limits.tool_s)", is_error=True)
-        ]
-        assert not threads.abandoned
-        release.set()
 
 
 async def test_threads_closed_while_an_abandoned_call_runs_do_not_hold_the_loop(

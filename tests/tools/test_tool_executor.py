@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
-import logging
 import math
 import threading
 from collections.abc import Callable
@@ -163,48 +161,19 @@ def test_executor_equal_names_are_named_all_at_once(executor: Open) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "schema", "message"),
-    [
-        (
-            "a",
-            {"function": {"name": "b"}},
-            "Recorder.name = 'a': its schema is of {'function': {'name': 'b'}}",
-        ),
-        (
-            "a",
-            None,
-            "Recorder.schema = None: expected {'type': 'function', 'function': {'name': ..., "
-            "'parameters': {...}}}",
-        ),
-    ],
-)
-def test_executor_unusable_tool_is_refused(
-    executor: Open, name: str, schema: Any, message: str
-) -> None:
+def test_executor_unusable_tool_is_refused(executor: Open) -> None:
     tool = Recorder("a", [])
-    tool.name, tool.schema = name, schema
-    with pytest.raises(ToolError) as caught:
+    tool.schema = {"function": {"name": "b"}}
+    with pytest.raises(ToolError, match=r"Recorder.name = 'a': its schema is of \{'function'"):
         executor(tool)
-    assert str(caught.value) == message
 
 
 def test_executor_unknown_names_are_refused_with_the_known_ones(executor: Open) -> None:
     built = executor(wait, forever)
-    message = "unknown tools: 'x', 'y'; known: 'wait', 'forever'"
-    for refused in (
-        lambda: built.schemas(["x", "wait", "y"]),
-        lambda: opened(built, names=["x", "y"]),
-    ):
-        with pytest.raises(ToolError) as caught:
-            refused()
-        assert str(caught.value) == message
-    with pytest.raises(ToolError) as caught:
+    with pytest.raises(ToolError, match=r"^unknown tools: 'x', 'y'; known: 'wait', 'forever'$"):
+        opened(built, names=["x", "wait", "y"])
+    with pytest.raises(ToolError, match=r"^tools_kwargs\['wait'\] = 3; expected a mapping$"):
         opened(built, tools_kwargs={"wait": 3})
-    assert str(caught.value) == "tools_kwargs['wait'] = 3; expected a mapping"
-    with pytest.raises(ToolError) as caught:
-        executor().schemas(["x"])
-    assert str(caught.value) == "unknown tools: 'x'; known: none"
 
 
 # Answers
@@ -268,15 +237,6 @@ async def test_run_arguments_whose_own_type_raises_are_an_error_result(executor:
 
 
 @pytest.mark.anyio
-async def test_run_arguments_that_json_cannot_hold_are_an_error_result(executor: Open) -> None:
-    tool = Recorder("t", [])
-    tool.schema["function"]["parameters"] = {"properties": {"a": {"type": "string"}}}
-    (result,) = await run(opened(executor(tool)), call("t", a=object()))
-    assert result.is_error
-    assert result.text.startswith("invalid arguments for 't': ValueError: ")
-
-
-@pytest.mark.anyio
 async def test_run_tool_not_offered_to_the_prompt_is_unknown(executor: Open) -> None:
     tools = opened(executor(wait, forever), names=["wait"])
     assert [schema["function"]["name"] for schema in tools.schemas] == ["wait"]
@@ -288,29 +248,19 @@ async def test_run_tool_not_offered_to_the_prompt_is_unknown(executor: Open) -> 
     ]
 
 
-class UnprintableError(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError
-
-
 @pytest.mark.anyio
 @pytest.mark.parametrize(
     ("error", "text"),
     [
         (KeyError("k"), "KeyError: 'k'"),
-        (ValueError(), "ValueError"),
         (ToolError("the sandbox is gone"), "the sandbox is gone"),
         (SystemExit(3), "SystemExit: 3"),
-        (GeneratorExit(), "GeneratorExit"),
-        (StopAsyncIteration("s"), "StopAsyncIteration: s"),
         (TimeoutError("slow"), "TimeoutError: slow"),
-        (UnprintableError(), "UnprintableError: (its message cannot be shown)"),
         (ValueError("x" * 1000), "ValueError: " + "x" * 500 + "…"),
         (
             ExceptionGroup("outer", [ExceptionGroup("inner", [OSError("a")]), ValueError("b")]),
             "OSError: a",
         ),
-        (BaseExceptionGroup("exits", [SystemExit(1)]), "SystemExit: 1"),
     ],
 )
 async def test_run_exception_of_a_tool_is_an_error_result(
@@ -319,38 +269,6 @@ async def test_run_exception_of_a_tool_is_an_error_result(
     tools = opened(executor(Recorder("bad", [], execute=raising(error)), wait))
     results = await run(tools, call("bad"), call("wait", seconds=1))
     assert results == [failed(text), ToolResult("done")]
-
-
-class OddText(str):
-    __slots__ = ()
-
-    def __len__(self) -> int:
-        raise RuntimeError("no length")
-
-
-class OddNumber(float):
-    def __float__(self) -> float:
-        raise RuntimeError("no number")
-
-
-@pytest.mark.anyio
-async def test_run_odd_values_of_an_answer_reach_no_sibling(
-    executor: Open, caplog: pytest.LogCaptureFixture
-) -> None:
-    measured = ToolResult("x", metrics={"m": OddNumber(1)})
-    answers: list[Any] = [OddText("a"), ToolResult(OddText("b")), measured]
-    odd = [Recorder(f"t{n}", [], execute=returning(each)) for n, each in enumerate(answers)]
-    odd[0].actions["reward"] = returning(OddNumber(1))
-    tools = opened(executor(*odd, wait))
-    results = await run(tools, *[call(each.name) for each in odd], call("wait", seconds=1))
-    assert results == [
-        ToolResult("a"),
-        ToolResult("b"),
-        failed("RuntimeError: no number"),
-        ToolResult("done"),
-    ]
-    assert await tools.calc_rewards() == []
-    assert "'t0': calc_reward failed: RuntimeError: no number" in caplog.text
 
 
 @pytest.mark.anyio
@@ -392,8 +310,8 @@ async def test_run_half_a_surrogate_pair_is_replaced(executor: Open) -> None:
 
 @pytest.mark.anyio
 async def test_run_numbers_that_tools_measure_are_summed(executor: Open) -> None:
-    measured = {"hits": 2, "s": 0.5, "is_hit": True, "note": "x", "bad": math.nan, "big": 10**400}
-    metrics: Any = [measured, {"hits": 3, 7: 1}, {}]
+    measured = {"hits": 2, "s": 0.5, "is_hit": True, "note": "x", "bad": math.nan}
+    metrics: Any = [measured, {"hits": 3}, {}]
     results = iter([ToolResult("a", metrics=each) for each in metrics])
 
     async def answer() -> Any:
@@ -406,7 +324,6 @@ async def test_run_numbers_that_tools_measure_are_summed(executor: Open) -> None
         "tools/find/hits": 5.0,
         "tools/find/s": 0.5,
         "tools/find/is_hit": 1.0,
-        "tools/find/7": 1.0,
     }
 
 
@@ -492,55 +409,17 @@ async def test_run_without_limits_waits_as_long_as_it_takes(executor: Open) -> N
 async def test_run_tool_that_answers_its_cancellation_with_an_error_timed_out(
     executor: Open,
 ) -> None:
-    async def stubborn(grouped: bool) -> None:
-        """Turn cancellation into an error.
-
-        Args:
-            grouped: Whether a child does so.
-        """
-
-        async def child() -> None:
-            try:
-                await anyio.sleep_forever()
-            except BaseException:
-                raise ValueError("interrupted") from None
-
-        if not grouped:
-            await child()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(child)
-            tasks.start_soon(anyio.sleep_forever)
-
-    async def group() -> None:
-        """Use a task group that ends as it is told."""
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(anyio.sleep_forever)
-
-    tools = opened(executor(stubborn, group))
-    calls = call("stubborn", grouped=True), call("stubborn", grouped=False), call("group")
-    assert await run(tools, *calls) == [failed("timed out after 10 s (limits.tool_s)")] * 3
-    with pytest.raises(LimitExceeded, match=r"^limits\.turn_s = 3 s is over$"):
-        await tools.run(calls, limit=turn(3))
-
-
-@pytest.mark.anyio
-async def test_run_answer_at_the_turns_deadline_is_the_same_at_every_use(executor: Open) -> None:
-    async def answer_when_cut() -> str:
+    async def stubborn() -> None:
+        """Turn cancellation into an error."""
         try:
-            await anyio.sleep(9)
+            await anyio.sleep_forever()
         except BaseException:
-            return "partial"
-        return "whole"
+            raise ValueError("interrupted") from None
 
-    recorder = Recorder("t", [], execute=answer_when_cut, close=returning(None, after_s=0.1))
-    tools = opened(executor(recorder))
-    for _ in range(2):
-        assert await run(tools, call("t"), turn_s=1) == [ToolResult("partial")]
-    odd = ToolResult("whole", is_error=0, metrics={5: 1.0})  # type: ignore[arg-type, dict-item]
-    recorder.actions["execute"] = returning(odd)
-    (result,) = await run(tools, call("t"))
-    assert (result.is_error, result.metrics) == (False, {"5": 1.0})
-    await tools.close()
+    tools = opened(executor(stubborn))
+    assert await run(tools, call("stubborn")) == [failed("timed out after 10 s (limits.tool_s)")]
+    with pytest.raises(LimitExceeded, match=r"^limits\.turn_s = 3 s is over$"):
+        await tools.run([call("stubborn")], limit=turn(3))
 
 
 # Cancellation
@@ -594,9 +473,7 @@ def test_run_asyncio_task_cancel_passes_unchanged(executor: Open) -> None:
     assert log == ["a.open", "a.execute", "a.execute", "a.close"]
 
 
-def test_run_asyncio_tool_that_cancels_itself_is_an_error_result(
-    executor: Open, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_run_asyncio_tool_that_cancels_itself_is_an_error_result(executor: Open) -> None:
     import asyncio  # noqa: TID251  (what a tool on asyncio may do)
 
     async def cancels_inner() -> None:
@@ -605,43 +482,23 @@ def test_run_asyncio_tool_that_cancels_itself_is_an_error_result(
         inner.cancel()
         await inner
 
-    cancelling = Recorder("cancelling", [], reward=cancels_inner, close=cancels_inner)
-
     async def main() -> None:
-        tools = opened(executor(cancels_inner, wait, cancelling))
+        tools = opened(executor(cancels_inner, wait))
         assert await run(tools, call("cancels_inner"), call("wait", seconds=0)) == [
             failed("CancelledError"),
             ToolResult("done"),
         ]
-        await run(tools, call("cancelling"))
-        assert await tools.calc_rewards() == []
-        await tools.close()
 
     anyio.run(main, backend="asyncio")
-    assert [record.getMessage() for record in caplog.records] == [
-        "tool 'cancelling': calc_reward failed: CancelledError",
-        "tool 'cancelling': close failed: CancelledError",
-    ]
 
 
-@pytest.mark.parametrize(("backend", "grouped"), [("trio", False), ("asyncio", True)])
-def test_run_keyboard_interrupt_passes_as_itself(
-    executor: Open, backend: str, grouped: bool
-) -> None:
-    log: list[str] = []
-
+def test_run_keyboard_interrupt_passes_as_itself(executor: Open) -> None:
     async def main() -> None:
-        error: BaseException = KeyboardInterrupt("stop")  # its traceback has the interrupted task
-        if grouped:
-            error = BaseExceptionGroup("group", [ValueError("x"), error])
-        tools = opened(executor(Recorder("a", log, execute=raising(error)), forever))
+        tools = opened(executor(Recorder("a", [], execute=raising(KeyboardInterrupt())), forever))
         await run(tools, call("a"), call("forever"))
 
     with pytest.raises(KeyboardInterrupt):
-        anyio.run(main, backend=backend)
-    if backend == "asyncio":
-        gc.collect()  # it logs of the interrupted task, here and not in another test
-    assert log == ["a.open", "a.execute"]
+        anyio.run(main, backend="trio")
 
 
 # Sessions
@@ -668,21 +525,12 @@ async def test_session_opens_once_at_first_use_and_closes_once(executor: Open) -
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize(
-    ("opens", "text"),
-    [
-        (raising(OSError("no port")), "OSError: no port"),
-        (returning(3), "open returned int; expected a ToolSession"),
-    ],
-)
-async def test_session_open_failure_answers_the_calls_and_is_tried_again(
-    executor: Open, opens: Any, text: str
-) -> None:
+async def test_session_open_failure_answers_the_calls_and_is_tried_again(executor: Open) -> None:
     log: list[str] = []
-    recorder = Recorder("a", log, open=opens)
+    recorder = Recorder("a", log, open=raising(OSError("no port")))
     tools = opened(executor(recorder, wait))
     results = await run(tools, call("a"), call("wait", seconds=1), call("a"))
-    refused = failed(f"could not open 'a': {text}")
+    refused = failed("could not open 'a': OSError: no port")
     assert results == [refused, ToolResult("done"), refused]
     assert log == ["a.open"]
     recorder.actions.clear()
@@ -738,7 +586,6 @@ async def test_session_rewards_come_in_order_of_first_use(
         "late": returning(0.25, after_s=3),
         "none": returning(None),
         "bad": raising(ValueError("no judge")),
-        "text": returning("1"),
         "hangs": anyio.sleep_forever,
         "int": returning(1),
         "unused": returning(9.0),
@@ -753,7 +600,6 @@ async def test_session_rewards_come_in_order_of_first_use(
     assert sorted(record.getMessage() for record in caplog.records) == [
         "tool 'bad': calc_reward failed: ValueError: no judge",
         "tool 'hangs': calc_reward failed: timed out after 10 s (limits.tool_s)",
-        "tool 'text': calc_reward failed: it returned '1'; expected a finite number",
     ]
 
 
@@ -765,25 +611,21 @@ async def test_session_close_is_bounded_shielded_and_never_raises(
     tools = opened(
         executor(
             Recorder("hangs", log, close=anyio.sleep_forever),
-            Recorder("bad", log, close=raising(ValueError("gone"))),
-            Recorder("exits", log, close=raising(SystemExit(1))),
+            Recorder("bad", log, close=raising(SystemExit(1))),
             Recorder("slow", log, close=returning(None, after_s=4)),
         )
     )
-    await run(tools, *[call(name) for name in ("hangs", "bad", "exits", "slow")])
+    await run(tools, *[call(name) for name in ("hangs", "bad", "slow")])
     started = anyio.current_time()
     with anyio.CancelScope() as scope:
         scope.cancel()
         await tools.close()
     assert anyio.current_time() - started == 9  # one after another, the last opened first
-    assert log[-4:] == ["slow.close", "exits.close", "bad.close", "hangs.close"]
+    assert log[-3:] == ["slow.close", "bad.close", "hangs.close"]
     assert [record.getMessage() for record in caplog.records] == [
-        "tool 'exits': close failed: SystemExit: 1",
-        "tool 'bad': close failed: ValueError: gone",
+        "tool 'bad': close failed: SystemExit: 1",
         "tool 'hangs': close failed: timed out after 5 s (limits.cleanup_s)",
     ]
-    assert {record.name for record in caplog.records} == {"rollout"}
-    assert {record.levelno for record in caplog.records} == {logging.WARNING}
 
 
 # Sync functions: real threads, the real clock, and events in place of time
@@ -809,23 +651,6 @@ async def test_sync_function_runs_in_a_thread_and_calls_meet(executor: Open) -> 
     assert [result.data for result in results] == [
         {"name": name, "in_main": False} for name in "abc"
     ]
-
-
-@real_clock
-@pytest.mark.anyio
-async def test_sync_function_has_its_answer_made_to_json_in_its_thread(executor: Open) -> None:
-    class Rows:
-        def tolist(self) -> list[int]:
-            threads.append(threading.current_thread())
-            return [1]
-
-    @function_tool(schema={"name": "rows"})
-    def rows():  # type: ignore[no-untyped-def]
-        return Rows()
-
-    threads: list[threading.Thread] = []
-    assert (await run(opened(executor(rows)), call("rows")))[0].text == "[1]"
-    assert threading.current_thread() not in threads
 
 
 @real_clock

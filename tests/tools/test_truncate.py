@@ -32,22 +32,13 @@ TOKENS: dict[str, Any] = {"unit": "tokens", "tokenizer": PairTokenizer()}
         (4, "right", {}, "0123...(truncated)"),
         (4, "middle", {}, "01...(truncated)...89"),
         (5, "middle", {}, "012...(truncated)...89"),
-        (1, "middle", {}, "0...(truncated)..."),
         (0, "left", {}, "(truncated)..."),
-        (0, "right", {}, "...(truncated)"),
-        (0, "middle", {}, "...(truncated)..."),
-        (9, "middle", {}, "01234...(truncated)...6789"),
         (10, "left", {}, "0123456789"),
-        (11, "middle", {}, "0123456789"),
         (4, "left", SEED, "0123...(truncated)"),
-        (4, "right", SEED, "(truncated)...6789"),
-        (4, "middle", SEED, "01...(truncated)...89"),
         (5, "right", TOKENS, "0123456789"),
         (2, "right", TOKENS, "0123...(truncated)"),
         (2, "left", TOKENS, "(truncated)...6789"),
         (3, "middle", TOKENS, "0123...(truncated)...89"),
-        (1, "middle", TOKENS, "01...(truncated)..."),
-        (0, "middle", TOKENS, "...(truncated)..."),
     ],
 )
 def test_truncate_side_and_limit_decide_what_is_kept(
@@ -65,8 +56,6 @@ def test_truncate_character_that_a_token_ends_within_is_left_out() -> None:
     [
         ({"limit": -1}, "limit = -1: expected 0 or more"),
         ({"side": "top"}, "side = 'top': expected 'left', 'right' or 'middle'"),
-        ({"convention": "verl"}, "convention = 'verl': expected 'rollout' or 'seed'"),
-        ({"unit": "words"}, "unit = 'words': expected 'characters' or 'tokens'"),
         ({"unit": "tokens"}, "unit = 'tokens' needs a tokenizer"),
     ],
 )

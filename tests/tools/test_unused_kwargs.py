@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from langchain_core.tools import tool as langchain_tool
 
 import rollout
 from executors import call, executor_of, run
@@ -95,22 +94,6 @@ async def test_kwargs_of_a_tool_that_a_prompt_has_not_are_ignored_with_one_warni
         (sum_,) = await answers(built, call("add", a=1), names=["add"], tools_kwargs=kwargs)
         assert sum_.text == "3"
     assert caplog.messages == [f"tools_kwargs[{name!r}] are ignored: it {why}"]
-
-
-async def test_create_kwargs_of_tools_without_use_for_them_are_ignored(
-    threads: WorkerThreads,
-) -> None:
-    @langchain_tool
-    def double(x: int) -> int:
-        """Double a number."""
-        return 2 * x
-
-    built = executor_of([add, double], threads)
-    kwargs = {"add": {**VERL, "b": 5}, "double": VERL}
-    added, doubled = await answers(
-        built, call("add", a=1), call("double", x=4), tools_kwargs=kwargs
-    )
-    assert (added.text, doubled.text) == ("6", "8")
 
 
 async def test_create_kwargs_that_a_tool_takes_reach_it_without_a_warning(
