@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -80,22 +79,6 @@ async def test_registered_factory_makes_an_agent_for_each_trajectory(
     assert [each.outcome for each in trajectories] == [Outcome.COMPLETED] * 6
     assert [each.extra["runs"] for each in trajectories] == [runs] * 6
     assert len({id(each) for each in Counting.made}) == 6
-
-
-@dataclass
-class Dataclass(AgentLoop):
-    """Compares its fields, and so has no hash."""
-
-    tries: int = 1
-    is_shared = True
-
-    async def run(self, context: AgentContext) -> None:
-        await context.generate()
-
-
-async def test_registered_agent_without_hash_runs() -> None:
-    register_agent("dataclass")(Dataclass())
-    assert [each.outcome for each in await played("dataclass")] == [Outcome.COMPLETED] * 6
 
 
 class WithoutItsInit(EnvironmentAgent):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 
 import rollout
-from rollout import AgentLoop, AgentTask, Prompt, register_agent
+from rollout import AgentLoop, Prompt, register_agent
 from rollout.agents import AgentContext
 from rollout.config import AgentConfig, SamplingConfig, SchedulingConfig
 from rollout.testing import Scenario
@@ -45,16 +44,6 @@ class SamplesInWays(AgentLoop):
                 await other.generate()
         else:
             await context.generate()
-
-
-@rollout.agent("asks_with_top_p")
-async def asks_with_top_p(task: AgentTask) -> None:
-    """A client that has settings of its own."""
-    body = {"model": task.model, "messages": task.messages, "top_p": 0.75}
-    headers = {"authorization": f"Bearer {task.api_key}"}
-    async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
-        answer = await client.post(f"{task.base_url}/chat/completions", json=body, headers=headers)
-    assert answer.status_code == 200
 
 
 def config(agent: str = "samples_in_ways", **sections: Any) -> Any:
@@ -116,15 +105,6 @@ async def test_setting_of_an_agent_is_said_and_counted(
     assert f"{said} (the agent, or a client of the gateway)" in warnings[0]
     assert share is not None
     assert 0.2 < share < 0.8
-
-
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_setting_of_a_client_is_said_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    pytest.importorskip("h11")
-    warnings, share = await told(caplog, config("asks_with_top_p"), go())
-    assert len(warnings) == 1
-    assert "top_p = 0.75 (the agent, or a client of the gateway)" in warnings[0]
-    assert share == 1.0
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,8 @@ import rollout
 from race_situations import user
 from rollout import AgentContext, AgentError, AgentLoop, Outcome, Trajectory, register_agent
 from rollout.config import AgentConfig
-from rollout.interactions import Interaction, InteractionTurn
 from rollout.testing import Scenario
-from rollout.tools import Tool, ToolPolicy, ToolSession, function_tool
+from rollout.tools import ToolPolicy, function_tool
 from trial_agent import run_trial
 
 pytestmark = pytest.mark.anyio
@@ -39,33 +38,11 @@ async def look() -> str:
     return "all is fine"
 
 
-class SlowToOpen(Tool):
-    """Takes a second to open."""
-
-    name = "slow_to_open"
-    schema = look.schema | {"function": look.schema["function"] | {"name": name}}
-
-    async def open(self, context: Any) -> ToolSession:
-        await anyio.sleep(1)
-        return ToolSession()
-
-
-class SlowUser(Interaction):
-    """Takes a second to answer."""
-
-    name = "slow_user"
-
-    async def respond(self, messages: Any) -> InteractionTurn:
-        await anyio.sleep(1)
-        return InteractionTurn(text="Go on.")
-
-
 async def run_two(first: Any, second: Any, scenario: Scenario = SCENARIO) -> Trajectory:
     """Run two agents at once; the trajectory of the first one, after both."""
     AGENTS.update(first=first, second=second)
-    agent = AgentConfig(name="first_and_second", interaction="slow_user")
-    config, tools = scenario.config(agent=agent), [look, SlowToOpen()]
-    async with rollout.open_rollout(config, tools=tools, interactions=[SlowUser]) as runtime:
+    config = scenario.config(agent=AgentConfig(name="first_and_second"))
+    async with rollout.open_rollout(config, tools=[look]) as runtime:
         batch = await runtime.generate([user("a", uid="first"), user("b", uid="second")])
         assert runtime.engines.tokens_under_way == 0
     return batch.trajectories[0]
@@ -148,32 +125,6 @@ async def test_tool_that_runs_on_as_its_trajectory_ends_is_not_blamed() -> None:
 
     await run_two(first, second)
     assert texts == ["all is fine"]
-
-
-@pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
-@pytest.mark.parametrize("what", ["slow_to_open", "ask_user"])
-async def test_call_that_is_cut_as_its_trajectory_ends_raises_an_agent_error(what: str) -> None:
-    contexts: list[AgentContext] = []
-    errors: list[str] = []
-
-    async def first(context: AgentContext) -> None:
-        await context.generate()
-        contexts.append(context)
-        await anyio.sleep(0.3)
-
-    async def second(context: AgentContext) -> None:
-        await context.generate()
-        await anyio.sleep(0.2)
-        try:
-            if what == "ask_user":
-                await contexts[0].ask_user()
-            else:
-                await contexts[0].call_tools([{"name": what, "arguments": {}}])
-        except Exception as error:
-            errors.append(repr(error).replace("answer: ", ""))
-
-    await run_two(first, second)
-    assert errors == ["AgentError('the trajectory has ended')"]
 
 
 async def test_segment_that_was_left_opens_no_other_and_does_not_begin_again() -> None:

@@ -152,6 +152,7 @@ async def test_history_rendered_anew_splits_into_rows_exact_for_their_generation
     batch = await run(REASONED)
     (trajectory,) = batch.trajectories
     assert (trajectory.outcome, trajectory.history) == (Outcome.COMPLETED, "inference_template")
+    assert [segment.purpose for segment in trajectory.segments] == ["main", "compaction"]
     first, second = trajectory.transcripts
     assert [span.kind for span in first.spans] == ["prompt", "generated", "observation"]
     assert [span.kind for span in second.spans] == ["prompt", "observation", "generated"]

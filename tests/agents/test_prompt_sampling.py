@@ -19,9 +19,7 @@ from rollout.config import (
     SamplingConfig,
     SGLangEngine,
     config_from_dict,
-    describe_config,
     dump_config,
-    load_config,
 )
 from rollout.engine.core import SamplingParams
 from rollout.testing import Scenario
@@ -39,13 +37,6 @@ TRAINING = SamplingConfig(temperature=0.7, top_p=0.9, max_new_tokens=64, stop_to
 
 
 # A prompt's temperature
-
-
-@pytest.mark.parametrize("validate", [False, True])
-def test_sampling_temperature_of_a_prompt_wins_over_greedy(validate: bool) -> None:
-    config = RolloutConfig(sampling=SamplingConfig(greedy=True, max_new_tokens=9))
-    found = params(config, {"temperature": 0.3}, validate=validate)
-    assert (found.temperature, found.max_new_tokens) == (0.3, 9)
 
 
 def test_sampling_greedy_of_a_prompt_wins_over_every_temperature() -> None:
@@ -123,12 +114,6 @@ def test_validation_temperature_alone_samples_though_training_is_greedy() -> Non
     assert params(config, validate=True).temperature == 0.5
 
 
-def test_validation_settings_shown_are_those_that_hold() -> None:
-    config = RolloutConfig(sampling=TRAINING)
-    lines = [line for line in describe_config(config) if line.startswith("validation")]
-    assert lines == ["validation  greedy, top_p 0.9, max_new_tokens 64, stop_token_ids (5, 6)"]
-
-
 def test_validation_settings_follow_sampling_through_dumps_overrides_and_evolve(
     tmp_path: Path,
 ) -> None:
@@ -143,25 +128,6 @@ def test_validation_settings_follow_sampling_through_dumps_overrides_and_evolve(
     other = attrs.evolve(config, sampling=SamplingConfig(max_new_tokens=8))
     assert other.validation_sampling.max_new_tokens == 8
     assert other.validation_sampling.top_k == 4
-
-
-FILES = {
-    "mine.py": "from rollout.config import *\nconfig = RolloutConfig()\n",
-    "mine.toml": "",
-}
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_validation_overrides_mean_the_same_for_every_source(name: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    path.write_text(FILES[name])
-    config = load_config(path, ["sampling.max_new_tokens=7"])
-    assert (config.validation_sampling.greedy, config.validation_sampling.max_new_tokens) == (
-        True,
-        7,
-    )
-    config = load_config(path, ["validation_sampling.temperature=0.6"])
-    assert params(config, validate=True).temperature == 0.6
 
 
 def test_validation_fault_that_comes_from_sampling_is_named_once() -> None:

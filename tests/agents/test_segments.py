@@ -325,42 +325,6 @@ async def test_failure_of_an_engine_runs_the_whole_tree_again() -> None:
     assert balance.discarded > 0
 
 
-async def test_history_rendered_again_is_a_segment_of_purpose_compaction() -> None:
-    reasoned = f"<think>\nI must.\n</think>\n\n{CALL}"
-    scenario = Scenario(seed=1).reply("question", reasoned).then("Five.")
-    recorder = Recorder()
-    async with recorder.open_rollout(
-        scenario.config(agent=AgentConfig(history="inference_template")), [add]
-    ) as runtime:
-        batch = await runtime.generate([user("question")])
-    assert recorder.anomalies() == []
-    first, last = batch.trajectories[0].segments
-    assert (first.purpose, last.purpose) == ("main", "compaction")
-    assert last.parent is not None
-    shared = last.parent.position
-    assert first.transcript.prompt_length <= shared < len(first.transcript)
-    assert first.transcript.ids_bytes()[: 4 * shared] == last.transcript.ids_bytes()[: 4 * shared]
-    assert [s.session_id for s in (first, last)] == ["0/prompt-0/0"] * 2
-    assert [len(s.seeds) for s in (first, last)] == [1, 1]
-    assert batch.trajectories[0].transcript is last.transcript
-
-
-async def test_rows_of_a_history_before_a_compaction_have_its_messages() -> None:
-    async def trial(context: AgentContext) -> None:
-        turn = await context.generate()
-        await context.call_tools(turn.calls)
-        await context.generate()
-        await context.compact(says("anew"))
-        await context.generate()
-
-    scenario = Scenario(seed=1).reply("question", f"<think>\nI must.\n</think>\n\n{CALL}")
-    scenario = scenario.then("Five.").reply("anew", "Ok.")
-    again = {"history": "inference_template"}
-    segments = (await tried(trial, scenario, agent=again)).segments
-    firsts = [segment.messages[0].content for segment in segments]
-    assert firsts == ["question", "question", "anew"]
-
-
 async def test_subagent_with_tools_of_its_own_is_offered_and_reads_those() -> None:
     look = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import anyio
-import numpy as np
 import pytest
 
 from harness import Recorder
@@ -22,7 +21,7 @@ from rollout import (
 )
 from rollout.agents import CompactingAgent, ToolAgent
 from rollout.chat.trajectory import Parent
-from rollout.config import AgentConfig, LengthsConfig, LimitsConfig
+from rollout.config import AgentConfig, LengthsConfig
 from rollout.interactions import ScriptedUser
 from rollout.testing import Scenario, tool_call
 from trial_agent import run_trial
@@ -46,18 +45,6 @@ LENGTHS = LengthsConfig(prompt=1500, response=700)
 async def tried(trial: Any, **options: Any) -> RolloutBatch:
     options = {"lengths": LENGTHS, "tools": [add, nap], **options}
     return await run_trial(trial, SCENARIO, prompt=user("question"), **options)
-
-
-async def test_segment_takes_the_numbers_that_a_trajectory_takes() -> None:
-    async def trial(context: AgentContext) -> None:
-        await context.generate()
-        async with context.open_segment(RESEARCH) as child:
-            await child.generate()
-            child.reward = np.float32(1)
-
-    (trajectory,) = (await tried(trial)).trajectories
-    assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
-    assert [(each.reward, type(each.reward)) for each in trajectory.segments[1:]] == [(1.0, float)]
 
 
 async def test_segment_refuses_a_reward_that_is_no_number() -> None:
@@ -191,16 +178,6 @@ async def test_open_segment_wrong_arguments_are_named(arguments: Any, message: s
     (trajectory,) = (await tried(trial)).trajectories
     assert (trajectory.outcome, trajectory.cause) == (Outcome.COMPLETED, None)
     assert len(trajectory.segments) == 1
-
-
-async def test_open_segment_deadline_of_the_trajectory_ends_it() -> None:
-    async def trial(context: AgentContext) -> None:
-        async with context.open_segment(RESEARCH):
-            await anyio.sleep(1000)
-
-    limits = LimitsConfig(trajectory_s=5, generation_s=5, tool_s=5, turn_s=5)
-    (trajectory,) = (await tried(trial, limits=limits)).trajectories
-    assert (trajectory.outcome, trajectory.reason) == (Outcome.DEADLINE, "trajectory")
 
 
 async def test_compact_next_row_begins_with_the_messages() -> None:

@@ -141,19 +141,6 @@ async def test_turn_limit_of_none_bounds_nothing() -> None:
     assert len(trajectory.segments) == 9
 
 
-@register_agent("exactly_three")
-class ExactlyThree(AgentLoop):
-    async def run(self, context: AgentContext) -> None:
-        for _ in range(3):
-            await context.generate()
-            context.observe([{"role": "user", "content": "Go on."}])
-
-
-async def test_turn_limit_that_is_reached_and_not_passed_ends_nothing() -> None:
-    (trajectory,) = (await limited("exactly_three")).trajectories
-    assert trajectory.outcome is Outcome.COMPLETED
-
-
 @register_agent("out_of_room")
 class OutOfRoom(AgentLoop):
     """Generations that are not begun are no turns."""
@@ -192,6 +179,7 @@ def asking_anew(client: Client) -> None:
         client.chat({"role": "user", "content": "go"}).raise_for_status()
 
 
+@pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
 @pytest.mark.parametrize("program", [chatting, asking_anew])
 async def test_turn_limit_ends_clients_of_the_gateway(program: Any) -> None:
     PROGRAMS["endless"] = program

@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 import rollout
-from rollout import Outcome, Prompt, Trajectory, register_agent
+from rollout import Outcome, Prompt, Trajectory
 from rollout.config import AgentConfig, LimitsConfig
 from rollout.testing import Scenario
 from rollout.testing.scenario import tool_call
@@ -221,14 +221,6 @@ async def test_tool_set_reset_gets_the_columns_it_names_and_calls_run_in_order()
     assert trajectory.messages[0].content == "Count."
 
 
-@real  # its close runs on the asyncio thread, which a virtual clock does not wait for
-async def test_tool_set_reset_lacking_a_column_says_which() -> None:
-    (trajectory,) = await play(rollout.ToolSet(Counter), scenario=ADDS)
-    assert trajectory.outcome == Outcome.FAILED
-    assert trajectory.cause is not None
-    assert "reset() missing 1 required positional argument: 'start'" in trajectory.cause.message
-
-
 @real
 @pytest.mark.parametrize("reward", [ValueError("no judge"), None])
 async def test_tool_set_reward_that_is_none_fails_its_trajectory(
@@ -371,24 +363,6 @@ async def test_tool_set_of_async_methods_answers_calls_of_a_turn_at_once() -> No
     scenario = Scenario(seed=1).reply("Guess", tool_call("look") * 2).then("done")
     (trajectory,) = await play(rollout.ToolSet(Look, backend="native"), scenario=scenario)
     assert [m.content for m in trajectory.messages if m.role == "tool"] == ["met", "met"]
-
-
-class Steps(rollout.AgentLoop):
-    """Calls tools itself."""
-
-    async def run(self, context: rollout.AgentContext) -> None:
-        turn = await context.generate()
-        await context.call_tools(turn.calls)
-        context.extra["asked"] = context.prompt.messages[-1]["content"]  # type: ignore[index]
-
-
-@real
-async def test_tool_set_serves_an_agent_that_calls_tools_itself() -> None:
-    register_agent("steps_with_tool_set")(Steps)
-    agent = AgentConfig(name="steps_with_tool_set")
-    (trajectory,) = await play(rollout.ToolSet(Wordle), agent=agent)
-    assert trajectory.extra["asked"] == "Guess it. It has 4 letters."
-    assert (trajectory.outcome, trajectory.reward) == (Outcome.COMPLETED, 0.25)
 
 
 @real

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
-import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,6 @@ from sandbox_material import (
 
 import rollout
 from fake_gateway import FakeGateway, fake_gateway
-from forked import python_program
 from rollout import (
     AgentError,
     Outcome,
@@ -36,7 +33,6 @@ from rollout import (
     RolloutBatch,
     register_agent,
 )
-from rollout.clocks import monotonic
 from rollout.config import AgentConfig, GatewayConfig, LimitsConfig, SandboxConfig
 from rollout.errors import SandboxUnavailable, SandboxUnsupported
 from rollout.sandbox.local import NoneProvider
@@ -268,19 +264,6 @@ async def test_program_agent_at_its_deadline_is_killed_with_its_group(
     assert (gateway.contexts, directories()) == ({}, set())
 
 
-async def test_program_agent_after_a_limit_of_its_trajectory_has_the_limits_outcome(
-    gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def end(task: Any) -> dict[str, str]:
-        gateway.contexts[task.api_key].end(
-            Outcome.LIMIT, "turns", limit_source="agent.max_user_turns"
-        )
-        return {}
-
-    trajectory = await ran("exit 1", env=end)
-    assert (trajectory.outcome, trajectory.reason) == (Outcome.LIMIT, "turns")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -354,43 +337,3 @@ async def test_program_agent_wrong_files_fail_their_trajectory(gateway: FakeGate
     assert trajectory.cause.message == (
         "ProgramAgent: files['a'] = 5; expected text, bytes or a Path"
     )
-
-
-DRIVER = """
-import sys
-sys.path.insert(0, {tests!r})
-import anyio, pytest, rollout
-from fake_gateway import fake_gateway
-from rollout.config import SandboxConfig
-from rollout.testing import Scenario
-
-fake_gateway(pytest.MonkeyPatch())
-rollout.register_agent("p")(rollout.ProgramAgent({command!r}))
-asked = rollout.Prompt(messages=[{{"role": "user", "content": "go"}}], agent_name="p")
-
-async def main():
-    config = Scenario().config(sandbox=SandboxConfig(provider="none"))
-    async with rollout.open_rollout(config) as runtime:
-        await runtime.generate([asked])
-
-anyio.run(main)
-"""
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    until = monotonic() + 60
-    while not condition():
-        assert monotonic() < until
-        threading.Event().wait(0.05)
-
-
-def test_program_agent_dies_with_its_driver() -> None:
-    token = unique_seconds()
-    program = DRIVER.format(tests=str(Path(__file__).parents[1]), command=f"sleep {token}")
-    driver = python_program(program)
-    try:
-        wait_until(lambda: any(each.name() == "sleep" for each in processes_with(token)))
-    finally:
-        driver.send_signal(signal.SIGKILL)
-        driver.wait()
-    wait_until(lambda: not processes_with(token))

@@ -172,8 +172,6 @@ async def test_spec_becomes_the_sdks_arguments(tmp_path: Path, stubs: list[Any])
     ("name", "spec", "text"),
     [
         ("e2b", {"cpus": 2}, "e2b has no cpus"),
-        ("e2b", {"options": {"x": 1}}, r"unknown options\['x'\]"),
-        ("modal", {"user": "me"}, "modal has no user"),
         ("modal", {"options": {"x": 1}}, r"unknown options\['x'\]; known: ports, gpu"),
         ("inspect:stub", {"image": "i"}, "inspect:stub has no image"),
     ],

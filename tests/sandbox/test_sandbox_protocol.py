@@ -73,12 +73,6 @@ async def wait_for_processes(token: str, count: int) -> None:
             await anyio.sleep(0.02)
 
 
-async def test_exec_command_ends_by_a_signal_that_the_host_ignores(provider: str) -> None:
-    async with opened(provider) as sandbox:
-        result = await sandbox.exec("kill -PIPE $$; echo alive")
-    assert (result.exit_code, result.stdout) == (128 + signal.SIGPIPE, b"")
-
-
 async def test_exec_hands_on_words_and_texts_and_gives_exit_code_and_both_streams(
     provider: str,
 ) -> None:
@@ -143,15 +137,6 @@ async def test_exec_sees_variables_of_the_spec_and_its_own_and_nothing_of_the_dr
     assert again.stdout.startswith(b"1|b b||/")
 
 
-async def test_exec_as_another_user_is_done_or_refused(provider: str) -> None:
-    async with opened(provider) as sandbox:
-        if provider == "container":
-            assert (await sandbox.exec(["id", "-u"], user="65534")).stdout == b"65534\n"
-            return
-        with pytest.raises(SandboxUnsupported, match="user"):
-            await sandbox.exec(["id", "-u"], user="root")
-
-
 @pytest.mark.parametrize("keep", ["head", "tail"])
 async def test_output_beyond_the_cap_is_cut_at_one_end_and_said(provider: str, keep: str) -> None:
     program = "i=0; while [ $i -lt 5000 ]; do echo line$i; i=$((i+1)); done; echo e1 e2 e3 >&2"
@@ -174,7 +159,7 @@ async def test_flood_of_output_ends_with_the_command(provider: str) -> None:
         with pytest.raises(SandboxTimeout) as error:
             await sandbox.exec(
                 "while :; do echo 0123456789012345678901234567890; done | cat",
-                timeout_s=2,
+                timeout_s=0.5,
                 max_output_bytes=1000,
             )
         assert len(error.value.stdout) == 1000

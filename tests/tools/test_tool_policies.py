@@ -256,28 +256,6 @@ async def test_breaker_trial_that_is_cancelled_leaves_room_for_another(executor:
     assert await run(opened(built), call("scripted")) == [DONE]
 
 
-async def test_breaker_counts_tools_that_cannot_be_opened(executor: Any) -> None:
-    class Unreachable(Tool):
-        name = "far"
-        schema = {"type": "function", "function": {"name": "far"}}  # noqa: RUF012
-        policy = ToolPolicy(breaker_failures=2)
-        opens = 0
-
-        async def open(self, context: ToolContext) -> ToolSession:
-            self.opens += 1
-            raise OSError("no port")
-
-    tool = Unreachable()
-    built = executor(tool)
-    for _ in range(3):
-        (result,) = await run(opened(built), call("far"))
-    assert tool.opens == 2
-    assert result == failed(
-        "'far' is not available: its last 2 calls failed (the last one: could not open 'far': "
-        "OSError: no port); not called"
-    )
-
-
 # Wrong policies
 
 
