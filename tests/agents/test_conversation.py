@@ -63,6 +63,7 @@ async def reward_twice(context: AgentContext) -> None:
     ("act", "said"),
     [
         (lambda context: context.generate(stop_strings="a"), "generate: stop_strings = 'a'"),
+        (lambda context: context.ask_user(), "ask_user: no interaction takes part"),
         (set_history, r"context\.history = 'bad'; expected 'append_only' or "),
         (reward_twice, "expected a number that float32 can hold"),
     ],

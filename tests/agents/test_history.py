@@ -140,14 +140,6 @@ async def test_prompt_that_opens_no_reasoning_has_its_calls_read(tmp_path: Path)
     assert thinking.messages[1].tool_calls == ()
 
 
-async def test_history_append_only_is_one_row_with_everything_sampled() -> None:
-    batch = await run(REASONED, history="append_only")
-    (trajectory,) = batch.trajectories
-    assert (trajectory.history, len(trajectory.segments)) == ("append_only", 1)
-    assert len(batch) == 1
-    assert "I must look." in text(trajectory.transcript.ids())
-
-
 async def test_history_rendered_anew_splits_into_rows_exact_for_their_generations() -> None:
     batch = await run(REASONED)
     (trajectory,) = batch.trajectories

@@ -77,9 +77,8 @@ def write(
     write_task(folder / "tasks" / name, config, test, **files)
 
 
-def run(provider: str, *options: str, script: str = "script") -> tuple[int, dict[str, Trajectory]]:
-    config = CONFIG.replace("PROVIDER", repr(provider)).replace("script.config", f"{script}.config")
-    Path("config.py").write_text(config)
+def run(provider: str, *options: str) -> tuple[int, dict[str, Trajectory]]:
+    Path("config.py").write_text(CONFIG.replace("PROVIDER", repr(provider)))
     given = ["--prompts", "tasks", "--tools", "config.py", "--out", "out", *options]
     code = main(["run", "config.py", *given])
     batch = RolloutBatch.load("out")
@@ -100,22 +99,6 @@ def test_harbor_task_gets_one_for_the_right_patch_and_zero_for_a_wrong_one(
         ("wrong", Outcome.COMPLETED, 0.0),
     ]
     assert ended["right"].metrics["sandboxes"] == 1 + (mode == "separate")
-
-
-@pytest.mark.parametrize("provider", PROVIDERS)
-@pytest.mark.parametrize("mode", slow_but(["shared", "separate"], "shared"))
-def test_harbor_task_without_a_reward_file_is_an_error_and_not_zero(
-    folder: Path, provider: str, mode: str
-) -> None:
-    write(folder, provider, "none", "Write right.", "#!/bin/sh\necho broken\nexit 3\n", mode=mode)
-    code, ended = run(provider)
-    assert code != 0
-    trajectory = ended["none"]
-    assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "reward")
-    assert trajectory.reward is None
-    assert trajectory.cause is not None
-    said = "task none: its tests wrote no reward (exit code 3): broken"
-    assert trajectory.cause.message == said
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
@@ -200,15 +183,3 @@ def test_swe_agent_example_solves_its_task(folder: Path, provider: str) -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "fix-median completed, reward 1.0\n"), done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("provider", PROVIDERS)
-@pytest.mark.parametrize(("solves", "reward"), [(True, 1.0), (False, 0.0)])
-def test_swe_agent_task_is_solved_by_its_solution_alone(
-    folder: Path, provider: str, solves: bool, reward: float
-) -> None:
-    solution = (copy_example(folder, provider) / "fix-median" / "solution" / "solve.sh").read_text()
-    act = f'tool_call("shell", command={solution!r})' if solves else '"Nothing yet."'
-    _, ended = run(provider, script=f'Scenario().reply("has a bug", {act}).then("Done.")')
-    assert ended["fix-median"].reward == reward

@@ -97,12 +97,11 @@ async def play(
     *prompts: Prompt,
     scenario: Scenario = PLAYED,
     samples: int = 1,
-    reward: Any = None,
     **options: Any,
 ) -> list[Trajectory]:
     config = scenario.config(limits=LIMITS, **options)
     prompts = prompts or (user(extra={"secret": "tool"}),)
-    async with rollout.open_rollout(config, [tools], reward) as runtime:
+    async with rollout.open_rollout(config, [tools]) as runtime:
         return list((await runtime.generate(list(prompts), samples=samples)).trajectories)
 
 
@@ -143,12 +142,6 @@ async def test_tool_set_gives_each_member_of_a_group_its_own_object() -> None:
     assert len(Wordle.made) == 3
     assert [each.reward for each in trajectories] == [1.0] * 3
     assert all(wordle.log.count("reward") == 1 for wordle in Wordle.made)
-
-
-@real
-async def test_tool_set_reward_gives_way_to_a_reward_function() -> None:
-    (trajectory,) = await play(rollout.ToolSet(Wordle), reward=lambda each: 7.0)
-    assert (trajectory.reward, trajectory.tool_rewards) == (7.0, [1.0])
 
 
 @real

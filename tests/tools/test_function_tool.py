@@ -23,7 +23,6 @@ from rollout.tools import (
     function_tool,
     normalise_result,
 )
-from rollout.tools.function_tools import parse_docstring
 
 
 class Unit(enum.Enum):
@@ -354,9 +353,15 @@ STYLES = {
 
 @pytest.mark.parametrize("style", STYLES)
 def test_function_tool_docstring_styles_say_the_same(style: str) -> None:
-    text = f"Draw.\n\n    At any size.\n{STYLES[style]}"
-    described = {"size": "How large, in pixels.", "names": "Of what."}
-    assert parse_docstring(text) == ("Draw.\n\nAt any size.", described)
+    def draw(size: int, names: list[str]) -> None: ...
+
+    draw.__doc__ = f"Draw.\n\n    At any size.\n{STYLES[style]}"
+    shown = function_tool(draw).schema["function"]
+    assert shown["description"] == "Draw.\n\nAt any size."
+    described = {
+        name: each["description"] for name, each in shown["parameters"]["properties"].items()
+    }
+    assert described == {"size": "How large, in pixels.", "names": "Of what."}
 
 
 def test_function_tool_annotations_describe_parameters() -> None:
@@ -433,8 +438,8 @@ def test_normalise_result_unusable_value_becomes_an_error(value: Any, text: str)
     assert normalise_result(value) == ToolResult(text, is_error=True)
 
 
-def test_tool_result_audio_is_refused_by_name() -> None:
-    with pytest.raises(MediaError) as caught:
+def test_tool_result_media_that_are_no_list_or_audio_are_refused_by_name() -> None:
+    with pytest.raises(MediaError, match=r"^ToolResult.images: expected a list, got bytes$"):
+        ToolResult("see", images=b"...")  # type: ignore[arg-type]
+    with pytest.raises(MediaError, match=r"^ToolResult.audio: audio is not supported"):
         ToolResult("see", audio=[b"..."])
-    assert str(caught.value) == "ToolResult.audio: audio is not supported; images and videos are"
-    assert ToolResult("see", audio=[]) == ToolResult("see", audio=[])
