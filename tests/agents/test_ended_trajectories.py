@@ -131,7 +131,7 @@ async def test_segment_that_was_left_opens_no_other_and_does_not_begin_again() -
     async def trial(context: AgentContext) -> None:
         async with context.open_segment(SAID) as child:
             await child.generate()
-        for act in (child.generate, child.branch, lambda: child.subagent(SAID)):
+        for act in (child.generate, child.branch, lambda: child.begin(SAID)):
             with pytest.raises(AgentError, match="is closed: its block was left"):
                 await act()
         with pytest.raises(AgentError, match="is closed"):
