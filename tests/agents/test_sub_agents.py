@@ -380,7 +380,7 @@ async def test_compacting_agent_of_a_segment_keeps_what_that_began_with() -> Non
 
 
 async def test_open_segment_and_compact_refuse_what_are_no_messages() -> None:
-    given: Any = {"role": "user", "content": "x"}
+    given: Any = None  # what a function without `return` gives
 
     async def trial(context: AgentContext) -> None:
         await context.generate()
