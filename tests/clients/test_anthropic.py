@@ -6,13 +6,11 @@ from functools import partial
 from typing import Any
 
 import anthropic
-import httpx
 import pytest
 import script
 from through_gateway import run
 
 from rollout.agents import AgentTask
-from rollout.testing import Scenario
 
 pytestmark = pytest.mark.anyio
 
@@ -81,51 +79,3 @@ async def test_messages_conversation_is_one_exact_row(streamed: bool) -> None:
     done = await run(partial(converse, streamed=streamed), script.scenario())
     done.assert_exact("main")
     assert done.result == [script.ANSWER, script.LAST]
-
-
-async def converse_async(task: AgentTask) -> str:
-    """The first question, with the async client on whatever loop there is."""
-    tools = script.Tools()
-    messages: list[Any] = [{"role": "user", "content": script.QUESTION}]
-    async with anthropic.AsyncAnthropic(base_url=task.root_url, api_key=task.api_key) as client:
-        while True:
-            async with client.messages.stream(
-                model=task.model, max_tokens=4096, messages=messages, tools=TOOLS
-            ) as events:
-                message = await events.get_final_message()
-            messages.append({"role": "assistant", "content": message.content})
-            results = [
-                {
-                    "type": "tool_result",
-                    "tool_use_id": block.id,
-                    "content": tools.call(block.name, block.input),
-                }
-                for block in message.content
-                if block.type == "tool_use"
-            ]
-            if not results:
-                tools.assert_called()
-                return "".join(block.text for block in message.content if block.type == "text")
-            messages.append({"role": "user", "content": results})
-
-
-@BOTH
-@pytest.mark.parametrize("agent", ["async_client", "native_client"])
-async def test_async_client_conversation_is_one_exact_row(agent: str) -> None:
-    done = await run(converse_async, script.scenario(), agent=agent)
-    done.assert_exact("main")
-    assert done.result == script.ANSWER
-
-
-async def test_address_is_there_before_anything_is_asked() -> None:
-    """As programs look for it: with HEAD, and without a key."""
-    done = await run(_look, Scenario().reply("Hello?", "Hello."))
-    assert done.result == 200
-
-
-def _look(task: AgentTask) -> int:
-    status = httpx.head(task.root_url).status_code
-    messages = [{"role": "user", "content": "Hello?"}]
-    with anthropic.Anthropic(base_url=task.root_url, api_key=task.api_key) as client:
-        client.messages.create(model=task.model, max_tokens=50, messages=messages)
-    return status

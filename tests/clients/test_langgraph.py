@@ -20,7 +20,6 @@ from rollout.agents import AgentTask
 pytestmark = pytest.mark.anyio
 
 Api = Literal["chat", "responses", "messages"]
-BOTH = pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
 APIS = pytest.mark.parametrize("api", ["chat", "responses", "messages"])
 
 
@@ -68,28 +67,6 @@ def converse(task: AgentTask, *, api: Api, streamed: bool) -> list[str]:
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 async def test_prebuilt_agent_conversation_is_one_exact_row(api: Api, streamed: bool) -> None:
     done = await run(partial(converse, api=api, streamed=streamed), script.scenario())
-    done.assert_exact("main")
-    assert done.result == [script.ANSWER, script.LAST]
-
-
-async def converse_async(task: AgentTask, *, api: Api) -> list[str]:
-    tools = script.Tools()
-    graph = agent_of(task, api, tools)
-    thread: Any = {"configurable": {"thread_id": "1"}}
-    answers = [
-        (await graph.ainvoke(asked(question), thread))["messages"][-1].text
-        for question in (script.QUESTION, script.FOLLOWING)
-    ]
-    tools.assert_called()
-    return answers
-
-
-@BOTH
-async def test_prebuilt_agent_on_a_loop_is_one_exact_row(anyio_backend: str) -> None:
-    async def program(task: AgentTask) -> list[str]:
-        return await converse_async(task, api="chat")
-
-    done = await run(program, script.scenario(), agent="async_client")
     done.assert_exact("main")
     assert done.result == [script.ANSWER, script.LAST]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from array import array
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,6 @@ import script
 from through_gateway import run
 
 from rollout.agents import AgentTask
-from rollout.testing import Scenario
 
 pytestmark = pytest.mark.anyio
 
@@ -168,42 +166,3 @@ async def test_async_client_conversation_is_one_exact_row(agent: str) -> None:
     done = await run(chat_async, script.scenario(), agent=agent)
     done.assert_exact("main")
     assert done.result == script.ANSWER
-
-
-async def test_several_samples_are_rows_of_one_question() -> None:
-    """`n` answers depart from one prompt; the client continues the second."""
-
-    def program(task: AgentTask) -> list[str | None]:
-        messages: list[Any] = [{"role": "user", "content": "Say something."}]
-        with openai.OpenAI(base_url=task.base_url, api_key=task.api_key) as client:
-            several = client.chat.completions.create(model=task.model, messages=messages, n=3)
-            messages += [several.choices[1].message, {"role": "user", "content": "More."}]
-            last = client.chat.completions.create(model=task.model, messages=messages)
-        return [choice.message.content for choice in (*several.choices, *last.choices)]
-
-    done = await run(program, Scenario(seed=1))
-    done.assert_exact("main", "branch", "branch")
-    assert len(set(done.result)) == 4
-    assert [len(row.turns) for row in done.rows] == [1, 2, 1]
-
-
-async def test_ids_and_log_probs_that_a_client_gets_are_those_of_its_row() -> None:
-    def program(task: AgentTask) -> Any:
-        with openai.OpenAI(base_url=task.base_url, api_key=task.api_key) as client:
-            return client.chat.completions.create(
-                model=task.model,
-                messages=[{"role": "user", "content": script.QUESTION}],
-                tools=CHAT_TOOLS,
-                logprobs=True,
-                extra_body={"return_token_ids": True},
-            )
-
-    done = await run(program, script.scenario())
-    done.assert_exact("main")
-    (choice,) = done.result.choices
-    (turn,) = done.rows[0].turns
-    assert array("i", choice.token_ids).tobytes() == turn.ids
-    assert array("i", done.result.prompt_token_ids).tobytes() == turn.prompt
-    (span,) = done.trajectory.transcript.generated_spans()
-    told = [each.logprob for each in choice.logprobs.content]
-    assert told == done.trajectory.transcript.log_probs()[span.start : span.stop].tolist()

@@ -82,20 +82,6 @@ def refusal(made: Clients, ask: Ask, streamed: bool, given: Any = HELLO) -> Any:
 
 @ASKS
 @STREAMED
-async def test_wrong_key_is_an_authentication_error(ask: Ask, streamed: bool) -> None:
-    def program(task: AgentTask) -> Any:
-        with clients(task, "sk-of-somebody") as made:
-            return refusal(made, ask, streamed)
-
-    async with opened(Scenario()) as gatewayed:
-        (trajectory,) = (await gatewayed.roll(program)).trajectories
-        assert gatewayed.sampled() == []
-    kinds = (openai.AuthenticationError, anthropic.AuthenticationError)
-    assert isinstance(trajectory.extra["result"], kinds)
-
-
-@ASKS
-@STREAMED
 async def test_key_of_another_trajectory_is_a_permission_error(ask: Ask, streamed: bool) -> None:
     keys: list[str] = []
 
@@ -113,24 +99,6 @@ async def test_key_of_another_trajectory_is_a_permission_error(ask: Ask, streame
     error = trajectory.extra["result"]
     assert isinstance(error, openai.PermissionDeniedError | anthropic.PermissionDeniedError)
     assert "the key is that of another trajectory" in str(error)
-
-
-@ASKS
-@STREAMED
-async def test_finished_trajectory_is_a_final_error(ask: Ask, streamed: bool) -> None:
-    tasks: list[AgentTask] = []
-
-    def program(_: AgentTask) -> Any:
-        with clients(tasks[0]) as made:
-            return refusal(made, ask, streamed)
-
-    async with opened(Scenario()) as gatewayed:
-        await gatewayed.roll(tasks.append)
-        (trajectory,) = (await gatewayed.roll(program)).trajectories
-        assert gatewayed.sampled() == []
-    error = trajectory.extra["result"]
-    assert isinstance(error, openai.PermissionDeniedError | anthropic.PermissionDeniedError)
-    assert "the trajectory has ended" in str(error)
 
 
 @ASKS
@@ -176,16 +144,3 @@ async def test_over_long_prompt_has_the_code_that_agents_compact_on(
     else:
         assert isinstance(error, anthropic.BadRequestError)
         assert "prompt is too long" in str(error)
-
-
-@ASKS
-async def test_unknown_model_is_a_not_found_error(ask: Ask) -> None:
-    def program(task: AgentTask) -> Any:
-        with clients(task) as made:
-            return refusal(made, ask, False)
-
-    async with opened(Scenario(), model="another") as gatewayed:
-        (trajectory,) = (await gatewayed.roll(program)).trajectories
-    error = trajectory.extra["result"]
-    assert isinstance(error, openai.NotFoundError | anthropic.NotFoundError)
-    assert "'another'" in str(error)

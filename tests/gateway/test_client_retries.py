@@ -110,19 +110,15 @@ def retry_of(call: GatewayCall) -> GatewayCall:
     return msgspec.structs.replace(call, is_retry=True)
 
 
-async def answered(session: GatewaySession, call: GatewayCall) -> Any:
-    return await session.complete(call)
-
-
 async def test_retry_of_what_never_came_is_sampled() -> None:
     async def trial(session: GatewaySession, context: AgentContext) -> None:
-        first = await answered(session, retry_of(asked(user("question"))))
+        first = await session.complete(retry_of(asked(user("question"))))
         told = user("question"), echo(first.answers[0]), user("more")
-        second = await answered(session, asked(*told))
+        second = await session.complete(asked(*told))
         # Somebody has the first answer and goes on from it: this is another request's retry.
-        other = await answered(session, retry_of(asked(user("question"))))
+        other = await session.complete(retry_of(asked(user("question"))))
         assert len({each.id for each in (first, second, other)}) == 3
-        assert await answered(session, retry_of(asked(*told))) == second
+        assert await session.complete(retry_of(asked(*told))) == second
 
     assert (await tried(trial, HELLO)).purposes == ["main", "branch"]
 
@@ -130,10 +126,10 @@ async def test_retry_of_what_never_came_is_sampled() -> None:
 async def test_retries_of_equal_requests_get_an_answer_each() -> None:
     async def trial(session: GatewaySession, context: AgentContext) -> None:
         call = asked(user("question"))
-        answers = [await answered(session, call) for _ in range(3)]
+        answers = [await session.complete(call) for _ in range(3)]
         assert len({each.id for each in answers}) == 3
-        assert await answered(session, retry_of(call)) == answers[2]  # the last is the likeliest
-        others = [await answered(session, retry_of(call)) for _ in range(2)]
+        assert await session.complete(retry_of(call)) == answers[2]  # the last is the likeliest
+        others = [await session.complete(retry_of(call)) for _ in range(2)]
         assert {each.id for each in others} == {answers[0].id, answers[1].id}
 
     assert (await tried(trial, HELLO)).purposes == ["main", "branch", "branch"]
@@ -142,9 +138,9 @@ async def test_retries_of_equal_requests_get_an_answer_each() -> None:
 async def test_retry_replays_all_samples_and_counts_once() -> None:
     async def trial(session: GatewaySession, context: AgentContext) -> None:
         call = asked(user("question"), n=3)
-        first = await answered(session, call)
+        first = await session.complete(call)
         for _ in range(3):
-            assert await answered(session, retry_of(call)) == first
+            assert await session.complete(retry_of(call)) == first
 
     found = await tried(trial, HELLO, settings=GatewayConfig(max_calls=1))
     assert found.trajectory.outcome is Outcome.COMPLETED
@@ -156,7 +152,7 @@ async def test_retry_while_the_first_generates_is_a_sample_of_its_own() -> None:
         call, answers = asked(user("question")), []
 
         async def ask(call: GatewayCall) -> None:
-            answers.append(await answered(session, call))
+            answers.append(await session.complete(call))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask, call)

@@ -9,7 +9,7 @@ import pytest
 
 from gateway_clients import ask, echo, tried, user
 from harness import Recorder
-from rollout import AgentContext, AgentLoop, Outcome, Prompt, register_agent
+from rollout import AgentContext, AgentLoop, Prompt, register_agent
 from rollout.config import AgentConfig, SchedulingConfig
 from rollout.gateway.session import GatewaySession
 from rollout.testing import Scenario
@@ -50,17 +50,6 @@ async def test_client_seed_samples_the_same_again_within_its_member() -> None:
     await rows(1, trial)
     assert answers[0] == answers[1]
     assert len(set(answers)) == 6
-
-
-async def test_prompt_has_no_seed_of_its_own() -> None:
-    config = HELLO.config(scheduling=SchedulingConfig(samples_per_prompt=4))
-    async with Recorder().open_rollout(config) as runtime:
-        prompt = Prompt(messages=[{"role": "user", "content": "question"}], sampling={"seed": 7})
-        batch = await runtime.generate([prompt])
-    for trajectory in batch.trajectories:
-        assert trajectory.outcome is Outcome.REJECTED
-        assert trajectory.cause is not None
-        assert "sampling.seed: unknown key" in trajectory.cause.message
 
 
 async def test_agent_that_sets_a_seed_gives_each_member_samples_of_its_own() -> None:

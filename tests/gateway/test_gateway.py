@@ -139,7 +139,7 @@ async def test_always_starts_the_server_with_the_runtime(taken: int) -> None:
 
 @pytest.mark.parametrize(
     ("host", "told"),
-    [("0.0.0.0", "http://127.0.0.1:"), ("::", "http://[::1]:"), ("127.0.0.2", "http://127.0.0.2:")],
+    [("0.0.0.0", "http://127.0.0.1:"), ("::", "http://[::1]:")],
 )
 async def test_agents_are_told_an_address_that_they_can_reach(host: str, told: str) -> None:
     def ask(client: Client) -> str:
@@ -195,7 +195,7 @@ def nested(levels: int) -> Scenario:
     return QUICK.reply("One", "First. " + call).then("Second.")
 
 
-@pytest.mark.parametrize(("levels", "is_told"), [(64, True), (65, False), (98, False)])
+@pytest.mark.parametrize(("levels", "is_told"), [(64, True), (65, False)])
 async def test_call_that_no_request_may_give_back_is_told_as_text(
     levels: int, is_told: bool
 ) -> None:
@@ -220,18 +220,6 @@ async def test_call_that_no_request_may_give_back_is_told_as_text(
     trajectory = await tried(open_rollout, ask, nested(levels))
     assert trajectory.extra["result"] == (is_told, not is_told, 200, True)
     assert [each.purpose for each in trajectory.segments] == ["main", "branch"]
-
-
-async def test_calls_past_the_limit_end_the_trajectory() -> None:
-    def ask(client: Client) -> Any:
-        got = [client.chat(user(f"One {number}")) for number in range(3)]
-        return [each.status_code for each in got], got[2].json()["error"]["message"]
-
-    trajectory = await tried(open_rollout, ask, CHAT, max_calls=2)
-    statuses, message = trajectory.extra["result"]
-    assert statuses == [200, 200, 403]
-    assert "gateway.max_calls = 2" in message
-    assert (trajectory.outcome, trajectory.limit_source) == (Outcome.LIMIT, "gateway.max_calls")
 
 
 async def test_calls_that_generate_nothing_do_not_count() -> None:

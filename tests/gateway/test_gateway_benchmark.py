@@ -13,7 +13,3 @@ matching: Any = importlib.import_module("gateway_cases.matching")
 
 def test_changed_turns_are_the_same_or_others_as_the_table_says() -> None:
     assert matching.errors() == {"forks_false": 0, "matches_false": 0, "wrong": []}
-
-
-def test_long_conversation_is_recognised() -> None:
-    assert set(matching.match_us(1)) == {"match_us_85_turns", "read_us_85_turns"}

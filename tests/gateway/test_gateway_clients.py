@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -11,9 +11,6 @@ from fake_sessions import ask_officially as ask
 from rollout.gateway.calls import ClientCall, ClientMessage, GatewayError
 from rollout.types import InvalidToolCall, ToolCall
 from slow_cases import slow_after, slow_but
-
-if TYPE_CHECKING:
-    pass
 
 openai: Any = None
 anthropic: Any = None
@@ -197,30 +194,6 @@ async def test_chat_several_samples_are_choices() -> None:
     assert got.usage.completion_tokens == 6
 
 
-async def test_chat_stream_helper_builds_what_create_gives() -> None:
-    said = answer(text="Well.", reasoning="Hm.", calls=(CALL,), finish="calls")
-
-    def stream(o: Any, _: Any) -> Any:
-        with o.chat.completions.stream(
-            model="rollout",
-            messages=ASKED,
-            tools=[TOOL],
-            logprobs=True,
-            stream_options={"include_usage": True},
-            extra_body={"return_token_ids": True},
-        ) as events:
-            for _event in events:
-                pass
-            return events.get_final_completion()
-
-    got = await ask(session(said), stream)
-    (choice,) = got.choices
-    assert (choice.message.content, choice.finish_reason) == ("Well.", "tool_calls")
-    assert choice.message.tool_calls[0].function.arguments == '{"a":1,"b":"ü"}'
-    assert [each.logprob for each in choice.logprobs.content] == [-0.5, -0.25, -1.0]
-    assert got.usage.total_tokens == 7
-
-
 async def test_chat_stream_of_two_samples_gives_both() -> None:
     def stream(o: Any, _: Any) -> Any:
         texts = {0: "", 1: ""}
@@ -276,27 +249,6 @@ async def test_responses_create_gives_items_that_can_be_given_back() -> None:
     assert sealed.messages == (turn, result)
     assert following.previous_id == got.id
     assert following.messages == (ClientMessage(role="tool", text="4", call_id="call-1"),)
-
-
-async def test_responses_stream_helper_builds_what_create_gives() -> None:
-    said = answer(text="Well.", reasoning="Hm.", calls=(CALL,), finish="calls")
-
-    def stream(o: Any, _: Any) -> Any:
-        with o.responses.stream(
-            model="rollout",
-            input="2 + 2?",
-            tools=[RESPONSES_TOOL],
-            include=["message.output_text.logprobs"],
-        ) as events:
-            kinds = [each.type for each in events]
-            return kinds, events.get_final_response()
-
-    kinds, got = await ask(session(said), stream)
-    assert kinds[:2] == ["response.created", "response.in_progress"]
-    assert kinds[-1] == "response.completed"
-    assert kinds.count("response.output_item.done") == 3
-    assert got.output[2].arguments == '{"a":1,"b":"ü"}'
-    assert [each.logprob for each in got.output[1].content[0].logprobs] == [-0.5, -0.25, -1.0]
 
 
 async def test_responses_cut_turn_is_incomplete() -> None:
@@ -465,11 +417,9 @@ MESSAGES: Any = lambda _, a: a.messages.create(  # noqa: E731
     slow_after(
         2,
         [
-            (GatewayError(400, "limit", "enough", None), "BadRequestError"),
             (GatewayError(403, "trajectory_ended", "over"), "PermissionDeniedError"),
-            (GatewayError(404, "not_found", "where?"), "NotFoundError"),
-            (GatewayError(500, "engine", "lost"), "InternalServerError"),
             (ValueError("a bug"), "InternalServerError"),
+            (GatewayError(400, "limit", "enough", None), "BadRequestError"),
         ],
     ),
 )
@@ -515,19 +465,11 @@ async def test_over_long_prompt_of_codex_is_told_in_events() -> None:
         ({"model": "other"}, "model"),
         ({"messages": []}, "messages"),
         ({"temperature": -1}, "temperature"),
-        ({"n": 0}, "n"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
         ({"tool_choice": "perhaps"}, "tool_choice"),
-        ({"stop": ["a", ""]}, "stop[1]"),
-        ({"top_logprobs": 3}, "top_logprobs"),
         ({"extra_body": {"min_tokens": 4}}, "min_tokens"),
         ({"messages": [{"role": "clown", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content[0]",
-        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
             "messages[0].content[0].type",
@@ -553,19 +495,14 @@ async def test_impossible_field_is_refused_by_name(change: dict[str, Any], field
 JSON_FORMAT = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
 FORCING = [
     ("chat", {"tool_choice": "required"}, "tool_choice"),
-    ("chat", {"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
     ("chat", {"response_format": {"type": "json_object"}}, "response_format"),
-    ("responses", {"tool_choice": {"type": "function", "name": "add"}}, "tool_choice"),
     ("responses", {"text": {"format": JSON_FORMAT}}, "text.format"),
     ("messages", {"tool_choice": {"type": "any"}}, "tool_choice"),
-    ("messages", {"output_config": {"format": JSON_FORMAT}}, "output_config.format"),
     ("chat", {"tool_choice": "auto", "response_format": {"type": "text"}}, None),
-    ("responses", {"tool_choice": "none", "text": {"format": {"type": "text"}}}, None),
-    ("messages", {"tool_choice": {"type": "auto"}}, None),
 ]
 
 
-@pytest.mark.parametrize(("api", "change", "field"), slow_after(3, FORCING))
+@pytest.mark.parametrize(("api", "change", "field"), FORCING)
 async def test_what_would_force_the_model_is_accepted_or_refused_by_name(
     api: str, change: dict[str, Any], field: str | None
 ) -> None:

@@ -15,9 +15,7 @@ import httpx
 import pytest
 
 from fake_sessions import KEY, PATH, FakeSession, answer, served
-from rollout.clocks import thread_cpu
 from rollout.gateway.apis import chat
-from rollout.gateway.apis.response_items import Item, read_items, seal_reasoning
 from slow_cases import slow_but
 
 pytest.importorskip("h11")
@@ -127,27 +125,15 @@ async def test_head_of_a_base_url_is_answered() -> None:
             assert (await client.head(path)).status_code == 200
 
 
-@pytest.mark.parametrize("path", [CHAT, MESSAGES])
-async def test_reply_comes_with_its_head_in_one_piece(path: str) -> None:
-    async with stream_of() as stream:
-        for _ in range(3):
-            await stream.send(request_of(json.dumps(ASKED).encode(), path))
-            head, _, body = (await stream.receive()).partition(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 200 ")
-            assert b"content-length: %d" % len(body) in head
-            assert json.loads(body)["id"]
-
-
-@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
-async def test_body_past_its_bound_is_refused_before_it_is_read(path: str) -> None:
+async def test_body_past_its_bound_is_refused_before_it_is_read() -> None:
     session = FakeSession(PATH, KEY)
     async with client_of(session) as client:
         async with await anyio.connect_tcp(*address_of(client)) as stream:
-            await stream.send(request_of(b"{", path, length=100_000_000))
+            await stream.send(request_of(b"{", length=100_000_000))
             got = await received(stream)
         assert got.startswith(b"HTTP/1.1 413 ")
         assert b"gateway.max_body_bytes = 33554432" in got
-        reply = await client.post(path, content=b" " * 40_000_000, headers=KEYED)
+        reply = await client.post(CHAT, content=b" " * 40_000_000, headers=KEYED)
         assert reply.status_code == 413
     assert session.calls == []
 
@@ -164,46 +150,24 @@ async def test_body_without_a_length_is_refused_once_it_is_too_long() -> None:
         assert (await client.post(CHAT, content=padded, headers=KEYED)).status_code == 200
 
 
-@pytest.mark.parametrize("path", slow_but([CHAT, RESPONSES, MESSAGES], CHAT))
 @pytest.mark.parametrize(
     "body",
     [
-        b"",
         b"[]",
         b"{",
         b"\xff\xfe",
-        b'{"messages": "no"}',
-        b"[" * 1_000_000,
         b'{"tools": ' + b"[" * 100_000,
         b'{"x": ' + b'{"x":' * 200_000 + b"1" + b"}" * 200_000 + b"}",
     ],
-    ids=["empty", "list", "cut", "no-utf8", "no-messages", "deep", "deep-tools", "deep-unknown"],
+    ids=["list", "cut", "no-utf8", "deep-tools", "deep-unknown"],
 )
-async def test_broken_or_deep_json_is_a_bad_request(path: str, body: bytes) -> None:
+async def test_broken_or_deep_json_is_a_bad_request(body: bytes) -> None:
     session = FakeSession(PATH, KEY)
     async with client_of(session) as client:
-        got = await client.post(path, content=body, headers=KEYED)
+        got = await client.post(CHAT, content=body, headers=KEYED)
     assert (got.status_code, got.headers["x-should-retry"]) == (400, "false")
     assert got.json()["error"]["type"] == "invalid_request_error"
     assert session.calls == []
-
-
-async def test_unknown_paths_of_messages_are_refused_as_anthropic_does() -> None:
-    async with client_of(FakeSession(PATH, KEY)) as client:
-        for path in ("/batches", "/batches/b1/results", "/"):
-            got = await client.post(MESSAGES + path, json={}, headers=KEYED)
-            body = got.json()
-            assert (got.status_code, body["type"]) == (404, "error")
-            assert body["error"]["type"] == "not_found_error"
-        got = await client.post(MESSAGES + "s", json={}, headers=KEYED)
-        assert (got.status_code, got.json()["error"]["code"]) == (404, "not_found")
-
-
-@pytest.mark.parametrize("path", ["/foo%0Abar", f"/t/{PATH}/v1/models/a%0Ab", "/t/a%0Ab/v1/models"])
-async def test_path_with_a_line_feed_is_none(path: str) -> None:
-    async with client_of(FakeSession(PATH, KEY)) as client:
-        got = await client.get(path, headers=KEYED)
-    assert (got.status_code, got.headers["x-should-retry"]) == (404, "false")
 
 
 async def test_deep_arguments_and_schemas_are_refused_by_name() -> None:
@@ -231,8 +195,6 @@ async def test_requests_of_too_many_messages_calls_or_images_are_refused_by_name
         (CHAT, {"messages": [{"role": "user", "content": [image] * 2000}] * 6}, "messages"),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": [call] * 10_000}]}, "messages"),
         (CHAT, ASKED | {"tools": [tool] * 2000}, "tools"),
-        (CHAT, ASKED | {"stop_token_ids": [1] * 2000}, "stop_token_ids"),
-        (MESSAGES, {"messages": [{"role": "user", "content": ""}] * 20_000}, "messages"),
         (RESPONSES, {"input": [{"role": "user", "content": ""}] * 20_000}, "input"),
     ]
     async with client_of(FakeSession(PATH, KEY)) as client:
@@ -250,15 +212,11 @@ MANY = {"a": [[]] * 200_000}
     ("path", "body"),
     [
         (CHAT, ASKED | {"tools": [{"function": {"name": "f", "parameters": MANY}}]}),
-        (CHAT, ASKED | {"response_format": MANY}),
         (CHAT, {"messages": [{"role": "user", "content": [{"text": ""}] * 200_000}]}),
-        (CHAT, {"messages": [called(MANY)]}),
-        (CHAT, {"messages": [called(json.dumps(MANY))]}),
         (CHAT, {"messages": [called(json.dumps([0] * 40_000))] * 10}),
-        (MESSAGES, {"messages": [{"role": "assistant", "content": [used(MANY)]}]}),
         (RESPONSES, {"input": [{"type": "function_call", "arguments": json.dumps(MANY)}]}),
     ],
-    ids=["schema", "form", "parts", "object", "text", "texts", "input", "item"],
+    ids=["schema", "parts", "texts", "item"],
 )
 async def test_more_json_values_than_are_allowed_are_refused(
     path: str, body: dict[str, Any]
@@ -271,10 +229,9 @@ async def test_more_json_values_than_are_allowed_are_refused(
     assert session.calls == []
 
 
-@pytest.mark.parametrize("text", ['1,[{"', '\\,"', '\\",'])
-async def test_long_texts_are_one_value_each(text: str) -> None:
+async def test_long_texts_are_one_value_each() -> None:
     session = FakeSession(PATH, KEY)
-    content = text * 400_000
+    content = '1,[{"\\,"\\",' * 200_000
     said = [{"role": "user", "content": content}, called(json.dumps({"file": content}))]
     async with client_of(session) as client:
         got = await client.post(CHAT, json=ASKED | {"messages": said}, headers=KEYED)
@@ -300,29 +257,6 @@ async def test_long_body_is_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch
     assert threads[0] == "rollout-asyncio" != threads[1]
 
 
-def test_items_are_read_in_time_linear_in_their_number() -> None:
-    ids = [f"call_{'0' * 20}{at:04x}" for at in range(4990)]
-    pairs = [
-        item
-        for call_id in ids
-        for item in (
-            Item(type="function_call", call_id=call_id, name="f"),
-            Item(type="function_call_output", call_id=call_id, output=""),
-        )
-    ]
-    thoughts = [
-        Item(type="reasoning", id=f"rs_{at}", encrypted_content=seal_reasoning("a", "so"))
-        for at in range(9990)
-    ]
-    began = thread_cpu()
-    turn, *results = read_items(pairs)
-    (thinking,) = read_items(thoughts)
-    assert thread_cpu() - began < 2  # a tenth of it; several times as much where each copies
-    assert [call.id for call in turn.calls] == [result.call_id for result in results] == ids
-    assert thinking.ids == ("0", "a", *map(str, range(1, 9990)))
-    assert thinking.reasoning == "\n".join(["so"] * 9990)
-
-
 def nest(space: str) -> dict[str, Any]:
     tools = [{"type": "custom", "name": f"f{at}"} for at in range(600)]
     return {"type": "namespace", "name": space, "tools": tools}
@@ -332,10 +266,7 @@ def nest(space: str) -> dict[str, Any]:
     ("path", "tools", "field"),
     [
         (MESSAGES, [{"name": "", "input_schema": {}}], "tools[0].name"),
-        (MESSAGES, [{"name": "f", "input_schema": []}], "tools[0].input_schema"),
-        (MESSAGES, [{"name": "f"}] * 2, "tools"),
         (CHAT, [{"function": {"name": "f"}}] * 2, "tools"),
-        (RESPONSES, [{"type": "function", "name": "f"}] * 2, "tools"),
         (RESPONSES, [{"type": "custom"}], "tools[0].name"),
         (RESPONSES, [nest("one"), nest("two")], "tools"),
     ],
@@ -405,13 +336,6 @@ async def test_drip_of_headers_does_not_put_the_end_off() -> None:
                 await anyio.sleep(0.05)
 
 
-async def test_head_without_end_is_refused() -> None:
-    async with stream_of() as stream:
-        with suppress(anyio.BrokenResourceError):
-            await stream.send(b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 20_000)
-        assert (await all_of(stream))[:12] in (b"HTTP/1.1 400", b"")
-
-
 async def test_silent_connection_is_closed() -> None:
     async with client_of(FakeSession(PATH, KEY), head_s=0.1, idle_s=0.1) as client:
         async with await anyio.connect_tcp(*address_of(client)) as stream:
@@ -441,7 +365,7 @@ async def test_connections_beyond_the_limit_are_closed() -> None:
 
 async def test_client_that_takes_nothing_is_left() -> None:
     session = FakeSession(PATH, KEY)
-    session.script.append(answer(text="x" * 20_000_000))
+    session.script.append(answer(text="x" * 8_000_000))
     async with client_of(session, write_s=0.3) as client:
         async with await anyio.connect_tcp(*address_of(client)) as stream:
             await stream.send(request_of(json.dumps(ASKED).encode()))
@@ -490,34 +414,6 @@ async def test_closing_cuts_connections_and_cancels_what_is_answered() -> None:
                 assert await all_of(stream) == b""
 
 
-async def test_four_identical_requests_at_once_are_four_samples() -> None:
-    session = FakeSession(PATH, KEY)
-    session.hold = anyio.Event()
-    got: list[str] = []
-    async with client_of(session) as client:
-
-        async def ask() -> None:
-            got.append((await client.post(CHAT, json=ASKED, headers=KEYED)).json()["id"])
-
-        async with anyio.create_task_group() as tasks:
-            for _ in range(4):
-                tasks.start_soon(ask)
-            await until(lambda: len(session.calls) == 4)
-            session.hold.set()
-    assert len(set(got)) == 4
-    assert session.left_ids == []
-
-
-async def test_body_that_nobody_reads_and_is_none_is_not_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async with stream_of() as stream:
-        head = b"POST /nope HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-        await stream.send(head + b"zzz\r\n")
-        assert (await all_of(stream)).startswith(b"HTTP/1.1 404 ")
-    assert caplog.records == []
-
-
 def cut_reply(address: tuple[str, int], request: bytes, count: int) -> bytes:
     """Send a request, take `count` bytes of the reply, and close."""
     with socket.create_connection(address) as sock:
@@ -551,9 +447,9 @@ def is_whole(reply: bytes) -> bool:
 
 #: Positions at which the reply is cut: every one, or a share.
 CUTS = [
-    (CHAT, 17),
-    (MESSAGES, 31),
-    (RESPONSES, 67),
+    (CHAT, 61),
+    (MESSAGES, 101),
+    (RESPONSES, 211),
     pytest.param(CHAT, 1, marks=pytest.mark.slow),
     pytest.param(MESSAGES, 1, marks=pytest.mark.slow),
     pytest.param(RESPONSES, 1, marks=pytest.mark.slow),

@@ -15,16 +15,12 @@ from hypothesis import strategies as st
 
 from gateway_clients import ADD, LOOK, ask, asked, echo, result, system, tried, user
 from rollout import AgentContext, Outcome
-from rollout.chat import ChatTemplate
 from rollout.config import LengthsConfig
-from rollout.errors import TemplateError
 from rollout.gateway.calls import ClientCall, ClientMessage
-from rollout.gateway.message_keys import canonicalize, hash_reasoning, hash_turn, order_results
+from rollout.gateway.message_keys import canonicalize, hash_reasoning, hash_turn
 from rollout.gateway.session import GatewaySession
-from rollout.gateway.template_messages import choose_variant, convert_conversation
 from rollout.gateway.turn_index import Turn, TurnIndex
-from rollout.testing import Scenario, run_virtual, simulated_tokenizer, tool_call
-from slow_cases import slow_but
+from rollout.testing import Scenario, run_virtual, tool_call
 
 Messages = list[ClientMessage]
 replace = msgspec.structs.replace
@@ -100,9 +96,7 @@ def swapped_ids(messages: Messages) -> Messages:
 EXTEND: dict[str, Callable[[Messages], Messages]] = {
     "nothing": lambda messages: messages,
     "argument spacing": the(2, parsed_again(lambda value: json.dumps(value, indent=4))),
-    "compact arguments": the(2, parsed_again(lambda v: json.dumps(v, separators=(",", ":")))),
     "key order": the(2, parsed_again(lambda value: json.dumps(reordered(value)))),
-    "unicode escapes": the(2, parsed_again(lambda value: json.dumps(value, ensure_ascii=True))),
     "numbers as JavaScript writes them": the(
         2, parsed_again(lambda value: json.dumps(value).replace("1.0", "1"))
     ),
@@ -117,29 +111,23 @@ FORK: dict[str, Callable[[Messages], Messages]] = {
     "text left out": the(2, lambda message: replace(message, text="")),
     "an edited turn": the(5, lambda message: replace(message, text="They are 5 and 10.")),
     "an edited call": the(2, with_call(1, arguments={"a": 4, "b": 6})),
-    "another function": the(2, with_call(1, name="sub")),
     "a string for a number": the(2, with_call(1, arguments={"a": "4", "b": 5})),
-    "a truth for a number": the(2, with_call(1, arguments={"a": 4, "b": True})),
     "a call and its result left out": lambda messages: [
         *the(2, lambda message: replace(message, calls=message.calls[:1]))(messages)[:4],
         *messages[5:],
     ],
     "calls in another order": the(2, lambda m: replace(m, calls=m.calls[::-1])),
-    "calls as text": the(2, lambda message: replace(message, text=BOTH, calls=())),
     "other reasoning": the(2, lambda message: replace(message, reasoning="Hm.")),
-    "reasoning where there was none": the(5, lambda message: replace(message, reasoning="Hm.")),
-    "a deleted turn": lambda messages: [*messages[:5], *messages[6:]],
     "a deleted exchange": lambda messages: [*messages[:2], *messages[6:]],
     "an edited result": the(4, lambda message: replace(message, text="10")),
     "results of each other's calls": swapped_ids,
-    "an edited question": the(1, lambda message: replace(message, text="Add all, please")),
     "another system prompt": the(0, lambda message: replace(message, text="Be long.")),
     "a message between": lambda messages: [*messages[:5], user("Quick!"), *messages[5:]],
 }
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("name", slow_but([*EXTEND, *FORK], *list(EXTEND)[:3], *list(FORK)[:3]))
+@pytest.mark.parametrize("name", [*EXTEND, *FORK])
 async def test_mutation_extends_or_forks(name: str) -> None:
     change = {**EXTEND, **FORK}[name]
 
@@ -163,7 +151,7 @@ async def test_mutation_extends_or_forks(name: str) -> None:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("tools", [(), (LOOK,), (ADD, LOOK), (LOOK, ADD)])
+@pytest.mark.parametrize("tools", [(LOOK,), (LOOK, ADD)])
 async def test_other_tools_fork_and_their_order_does_not(tools: Any) -> None:
     async def trial(session: GatewaySession, context: AgentContext) -> None:
         first = (await ask(session, user("Add all"), tools=(ADD, LOOK))).answers[0]
@@ -222,7 +210,7 @@ ALONE = Scenario(seed=1).reply("Add", tool_call("add", a=2, b=3)).then("It is 5.
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("text", ["", "\n", " "])
+@pytest.mark.parametrize("text", ["", "\n"])
 async def test_turn_of_calls_alone_comes_back_with_null_or_empty_content(text: str) -> None:
     async def trial(session: GatewaySession, context: AgentContext) -> None:
         (first,) = (await ask(session, user("Add"), tools=(ADD,))).answers
@@ -366,33 +354,3 @@ def test_rows_of_random_conversations_hold_every_token_once(steps: list[Any]) ->
     assert len(found.purposes) == counted[0]
     assert found.trained() == sampled
     assert found.balance.given == found.balance.transcripts
-
-
-STRICT = """{%- for m in messages -%}
-{%- if m.role == 'developer' -%}{{ raise_exception('unknown role developer') }}{%- endif -%}
-{%- if m.role == 'system' and not loop.first -%}{{ raise_exception('system comes first') }}
-{%- endif -%}
-{{- '<|im_start|>' ~ m.role ~ '\n' ~ m.content ~ '<|im_end|>\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
-"""
-SILENT = STRICT.replace("{{ raise_exception('system comes first') }}", "{{ '' }}").replace(
-    "~ m.content ~", "~ ('' if m.role == 'system' and not loop.first else m.content) ~"
-)
-
-
-@pytest.mark.parametrize("source", [STRICT, SILENT])
-def test_system_messages_that_a_template_refuses_are_told_otherwise(source: str) -> None:
-    template = ChatTemplate(simulated_tokenizer(), chat_template=source)
-    head = [ClientMessage(role="developer", text="Be brief."), user("question")]
-    variant = choose_variant(convert_conversation(order_results(head)), template, ())
-    assert [m["role"] for m in variant] == ["system", "user"]
-    middle = [*head, ClientMessage(role="assistant", text="So."), system("Now."), user("more")]
-    told = choose_variant(convert_conversation(order_results(middle)), template, ())
-    assert [m["role"] for m in told] == ["system", "user", "assistant", "user", "user"]
-
-
-def test_messages_that_no_variant_makes_fit_are_refused() -> None:
-    template = ChatTemplate(simulated_tokenizer(), chat_template="{{ raise_exception('no') }}")
-    with pytest.raises(TemplateError, match="no"):
-        choose_variant(convert_conversation(order_results([system("x")])), template, ())

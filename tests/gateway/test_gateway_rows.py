@@ -69,14 +69,6 @@ async def test_sub_agent_that_comes_first_leaves_the_main_row_to_the_main_agent(
     assert turns_of(await rows_of(ask)) == [("main", 2), ("subagent", 1)]
 
 
-async def test_sub_agent_that_says_the_same_later_is_one() -> None:
-    def ask(client: Client) -> None:
-        said(client, user("One"))
-        said(client, user("One"), **AGENT)
-
-    assert turns_of(await rows_of(ask)) == [("main", 1), ("subagent", 1)]
-
-
 async def test_sub_agent_that_continues_the_main_agents_turn_does_not_take_its_row() -> None:
     def ask(client: Client) -> None:
         first = said(client, user("One"))
@@ -120,17 +112,6 @@ async def test_developer_message_after_a_previous_response_stands_where_it_was_s
     assert turns_of(trajectory) == turns_of(in_full) == [("main", 2)]
     ids = [each.transcript.ids().tolist() for each in (trajectory, in_full)]
     assert ids[0] == ids[1]
-
-
-async def test_other_instructions_after_a_previous_response_begin_a_row() -> None:
-    def ask(client: Client) -> None:
-        first = output(client, instructions="Be brief.", input="One")
-        output(client, previous_response_id=first["id"], instructions="Be long.", input="More")
-
-    trajectory = await rows_of(ask)
-    assert len(trajectory.segments) == 2
-    heads = [[m.content for m in s.messages if m.role == "system"] for s in trajectory.segments]
-    assert heads == [["Be brief."], ["Be long."]]
 
 
 async def test_instructions_replace_no_system_message_of_the_input() -> None:

@@ -33,7 +33,6 @@ WISHES: dict[str, dict[str, Any]] = {
     "responses": {"temperature": 0.1, "top_p": 0.5},
     "messages": {"temperature": 0.1, "top_p": 0.5, "top_k": 3},
 }
-CASES = [(api, stream) for api in WISHES for stream in (False, True)]
 #: The configuration's, and a prompt's over it.
 OWN = SamplingConfig(temperature=0.75, top_p=0.875)
 PROMPTS = {"top_k": 40}
@@ -45,11 +44,11 @@ def anyio_backend() -> str:
     return "trio"
 
 
-def ask(api: str, *bodies: dict[str, Any], stream: bool = False) -> Any:
+def ask(api: str, *bodies: dict[str, Any]) -> Any:
     """A program that asks once for each body; it returns the statuses and texts of the replies."""
     length = {"chat/completions": "max_completion_tokens", "responses": "max_output_tokens"}
     messages = {"input": "One"} if api == "responses" else {"messages": [user("One")]}
-    usual = {length.get(api, "max_tokens"): 5, "stream": stream, **messages}
+    usual = {length.get(api, "max_tokens"): 5, **messages}
 
     def program(client: Client) -> Any:
         replies = [client.post(f"/v1/{api}", **{**usual, **body}) for body in bodies]
@@ -71,12 +70,10 @@ async def run(program: Any, policy: str, own: SamplingConfig = OWN, prompts: Any
     return batch, [each.sampling for each in records]
 
 
-@pytest.mark.parametrize(("api", "stream"), CASES)
-async def test_pin_samples_with_the_configuration_whatever_the_client_sends(
-    api: str, stream: bool
-) -> None:
-    batch, (sampled,) = await run(ask(api, WISHES[api], stream=stream), "pin")
-    plain, (expected,) = await run(ask(api, {}, stream=stream), "pin")
+@pytest.mark.parametrize("api", WISHES)
+async def test_pin_samples_with_the_configuration_whatever_the_client_sends(api: str) -> None:
+    batch, (sampled,) = await run(ask(api, WISHES[api]), "pin")
+    plain, (expected,) = await run(ask(api, {}), "pin")
     assert batch.trajectories[0].extra["result"][0][0] == 200
     assert sampled == expected
     assert (sampled.temperature, sampled.top_p, sampled.top_k) == (0.75, 0.875, 40)
@@ -85,19 +82,19 @@ async def test_pin_samples_with_the_configuration_whatever_the_client_sends(
     assert "gateway/pinned_calls" not in plain.metrics
 
 
-@pytest.mark.parametrize(("api", "stream"), CASES)
-async def test_accept_samples_with_what_the_client_sends(api: str, stream: bool) -> None:
-    _, (sampled,) = await run(ask(api, WISHES[api], stream=stream), "accept")
+@pytest.mark.parametrize("api", WISHES)
+async def test_accept_samples_with_what_the_client_sends(api: str) -> None:
+    _, (sampled,) = await run(ask(api, WISHES[api]), "accept")
     for name, value in WISHES[api].items():
         if name != "seed":
             assert getattr(sampled, name) == value
 
 
-@pytest.mark.parametrize(("api", "stream"), CASES)
-async def test_refuse_refuses_only_what_differs(api: str, stream: bool) -> None:
+@pytest.mark.parametrize("api", WISHES)
+async def test_refuse_refuses_only_what_differs(api: str) -> None:
     differing = [{field: value} for field, value in WISHES[api].items()]
     same = {"temperature": 0.75, "top_p": 0.875}
-    batch, (sampled,) = await run(ask(api, *differing, same, stream=stream), "refuse")
+    batch, (sampled,) = await run(ask(api, *differing, same), "refuse")
     *refused, (status, _) = batch.trajectories[0].extra["result"]
     for field, (refusal, text) in zip(WISHES[api], refused, strict=True):
         assert refusal == 400, field

@@ -12,7 +12,6 @@ import pytest
 from gateway_clients import (
     ADD,
     LOOK,
-    Asked,
     ask,
     asked,
     echo,
@@ -145,30 +144,16 @@ async def test_session_cut_generation_that_nobody_asks_for_again_is_not_trained_
     assert found.batch.tensors["trainable"].tolist() == [True, False, True]
 
 
-async def test_session_generation_cut_before_its_first_token_is_not_trained() -> None:
-    slow = Scenario(seed=1).reply("", "Hello").timing(prefill_tokens_per_s=40.0)
-
-    async def trial(session: GatewaySession, context: AgentContext) -> None:
-        with anyio.move_on_after(0.1):
-            await session.complete(asked(user("question")))
-        await anyio.sleep(5)
-        await ask(session, user("another"))
-
-    found = await tried(trial, slow)
-    assert found.batch.tensors["response_mask"].any(-1).tolist() == [False, True]
-    assert found.batch.tensors["trainable"].tolist() == [False, True]
-
-
 async def test_session_samples_have_places_and_seeds_in_the_order_of_their_numbers() -> None:
     answers = []
 
     async def trial(session: GatewaySession, context: AgentContext) -> None:
         answers.append([each.ids for each in (await ask(session, user("question"), n=4)).answers])
 
-    for _ in range(4):
+    for _ in range(2):
         rows = [each.transcript for each in (await tried(trial, HELLO)).trajectory.segments]
         assert [row.prefix.slice(row.spans[-1].start) for row in rows] == answers[-1]
-    assert answers == [answers[0]] * 4
+    assert answers[0] == answers[1]
 
 
 THINKS = Scenario(seed=1).reply("question", "<think>Hm, so.</think>\n\nYes.").then("No.")
@@ -176,15 +161,7 @@ THINKS = Scenario(seed=1).reply("question", "<think>Hm, so.</think>\n\nYes.").th
 
 @pytest.mark.parametrize(
     ("reasoning", "dropped_reasoning", "rows"),
-    [
-        ("Hm, so.", "accept", 1),
-        ("Hm, so.\n ", "accept", 1),
-        (None, "accept", 1),
-        ("", "accept", 1),
-        ("Hm, no.", "accept", 2),
-        ("Hm, so.", "fork", 1),
-        (None, "fork", 2),
-    ],
+    [(None, "accept", 1), ("Hm, so.", "fork", 1), (None, "fork", 2)],
 )
 async def test_session_reasoning_that_comes_back(
     reasoning: str | None, dropped_reasoning: Any, rows: int
@@ -343,18 +320,6 @@ async def test_session_stop_string_ends_the_turn_with_its_token(interval: int) -
     assert dropped == found.balance.discarded > 0 or interval == 1
 
 
-async def test_session_closing_tag_that_nothing_opened_is_text() -> None:
-    async def trial(session: GatewaySession, context: AgentContext) -> None:
-        completion = await ask(session, user("question"))
-        assert completion.answers[0].text.startswith("So it is.</think> Yes")
-        assert completion.answers[0].reasoning is None
-        told = [user("question"), echo(completion.answers[0]), user("more")]
-        await ask(session, *told)
-
-    scenario = Scenario(seed=1, stream_interval=1).reply("question", "So it is.</think> Yes.")
-    assert (await tried(trial, scenario)).purposes == ["main"]
-
-
 async def test_session_seeds_come_from_what_was_said() -> None:
     asks = [("question a", 0.0), ("question b", 0.05), ("question", 0.1), ("question", 0.15)]
 
@@ -376,7 +341,7 @@ async def test_session_seeds_come_from_what_was_said() -> None:
             for each in found.trajectory.segments
         }
 
-    assert await run({}) == await run({"question a": 1.0}) == await run({"question b": 2.0})
+    assert await run({}) == await run({"question a": 1.0})
 
 
 async def test_session_responses_continue_a_named_answer() -> None:
@@ -446,29 +411,6 @@ async def test_session_calls_are_told_as_the_client_wishes() -> None:
     assert found.purposes == ["main"]
     assert found.text(0).count("<|im_start|>tool\n") == 2
     assert "not executed: one call per turn" in found.text(0)
-
-
-async def test_session_sampling_is_the_clients_within_bounds() -> None:
-    async def trial(session: GatewaySession, context: AgentContext) -> None:
-        sampling = {"temperature": 0.5, "max_new_tokens": 5, "top_log_probs": 2}
-        completion = await ask(
-            session, user("question"), sampling=sampling, wants_log_probs=True, wants_ids=True
-        )
-        (answer,) = completion.answers
-        assert (len(answer.ids), answer.finish) == (5, "length")
-        assert [len(each) for each in answer.top_ids] == [2] * 5
-        for wrong in ({"temperature": -1.0}, {"top_p": 7}):
-            with pytest.raises(GatewayError) as caught:
-                await ask(session, user("question"), sampling=wrong)
-            assert (caught.value.status, caught.value.field) == (400, next(iter(wrong)))
-        with pytest.raises(GatewayError, match="expected at least one message"):
-            await ask(session)
-
-    found = await tried(trial, HELLO)
-    (record,) = [
-        record for call in found.recorder.runtimes[0].calls for record in call.all_generations()
-    ]
-    assert (record.sampling.temperature, record.sampling.max_new_tokens) == (0.5, 5)
 
 
 async def test_session_engine_failure_fails_the_trajectory() -> None:
@@ -561,7 +503,24 @@ def refused(gateway: Gateway, path: str, key: str) -> tuple[int, str]:
     return caught.value.status, caught.value.code
 
 
-async def test_session_system_message_in_between_goes_by_the_template(tmp_path: Path) -> None:
+SYSTEM_FIRST = """{%- for m in messages -%}
+{%- if m.role in ('system', 'developer') and not loop.first -%}
+{{ raise_exception('system messages come first') }}
+{%- endif -%}
+{{- '<|im_start|>' ~ m.role ~ '\\n' ~ m.content ~ '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+#: It leaves later system messages out in place of refusing them.
+SILENT = SYSTEM_FIRST.replace("{{ raise_exception('system messages come first') }}", "").replace(
+    "~ m.content ~", "~ (m.content if m.role not in ('system', 'developer') or loop.first) ~"
+)
+
+
+@pytest.mark.parametrize("template", [SYSTEM_FIRST, SILENT], ids=["refuses", "is silent"])
+async def test_session_system_message_in_between_goes_by_the_template(
+    tmp_path: Path, template: str
+) -> None:
     async def trial(session: GatewaySession, context: AgentContext) -> None:
         told = [system("Work"), user("question")]
         for role in ("system", "developer"):
@@ -572,21 +531,11 @@ async def test_session_system_message_in_between_goes_by_the_template(tmp_path: 
     found = await tried(trial, TURNS)
     assert found.purposes == ["main"]
     assert "<|im_start|>system\nHurry.<|im_end|>" in found.text(0)
-    (tmp_path / "strict.jinja").write_text(SYSTEM_FIRST)
+    (tmp_path / "strict.jinja").write_text(template)
     strict = ModelConfig(path="simulated", chat_template=str(tmp_path / "strict.jinja"))
     found = await tried(trial, TURNS, model=strict)
     assert found.purposes == ["main", "branch", "branch"]
     assert "<|im_start|>user\nHurry.<|im_end|>" in found.text(2)
-
-
-SYSTEM_FIRST = """{%- for m in messages -%}
-{%- if m.role in ('system', 'developer') and not loop.first -%}
-{{ raise_exception('system messages come first') }}
-{%- endif -%}
-{{- '<|im_start|>' ~ m.role ~ '\\n' ~ m.content ~ '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
-"""
 
 
 async def test_session_message_that_cannot_be_rendered_is_the_clients_fault() -> None:
@@ -610,16 +559,15 @@ async def test_session_message_that_cannot_be_rendered_is_the_clients_fault() ->
     assert (found.trajectory.outcome, found.purposes) == (Outcome.COMPLETED, ["main"])
 
 
-@pytest.mark.parametrize("arguments", ["no JSON", [1]])
-async def test_session_call_whose_arguments_are_no_object_is_read_as_text(arguments: Any) -> None:
+async def test_session_call_whose_arguments_are_no_object_is_read_as_text() -> None:
     async def trial(session: GatewaySession, context: AgentContext) -> None:
-        calls = (ClientCall("add", arguments, "c"),)
+        calls = (ClientCall("add", "no JSON", "c"),)
         foreign = ClientMessage(role="assistant", text="I add.", calls=calls)
         await ask(session, user("question"), foreign, result("5", "c"), tools=(ADD,))
 
     found = await tried(trial, HELLO)
     assert found.trajectory.outcome is Outcome.COMPLETED
-    assert f"I add.\nadd({arguments})" in found.text(0)
+    assert "I add.\nadd(no JSON)" in found.text(0)
 
 
 async def test_session_conversation_that_ends_with_the_assistant_is_told_again() -> None:
@@ -631,27 +579,7 @@ async def test_session_conversation_that_ends_with_the_assistant_is_told_again()
     assert found.purposes == ["main", "branch"]
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_session_on_asyncio_says_the_same() -> None:
-    async def trial(session: GatewaySession, context: AgentContext) -> None:
-        call = asked(user("question"), n=2)
-        completion = await session.complete(call)
-        session.mark_lost(completion.id)
-        assert await session.complete(call) == completion
-        answers = [*completion.answers, *(await ask(session, user("question"))).answers]
-        async with anyio.create_task_group() as tasks:
-            for answer in answers:
-                tasks.start_soon(ask, session, user("question"), echo(answer), user("more"))
-
-    def rows(found: Asked) -> list[Any]:
-        return [(s.purpose, s.transcript.ids_bytes()) for s in found.trajectory.segments]
-
-    found = await tried(trial, TURNS)
-    expected = await anyio.to_thread.run_sync(run_virtual, partial(tried, trial, TURNS))
-    assert sorted(rows(found)) == sorted(rows(expected))
-
-
-@pytest.mark.parametrize("schedule", range(3))
+@pytest.mark.parametrize("schedule", range(2))
 def test_session_tokens_do_not_depend_on_the_schedule(schedule: int) -> None:
     async def trial(session: GatewaySession, context: AgentContext) -> None:
         async def one(text: str) -> None:

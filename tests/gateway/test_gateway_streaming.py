@@ -6,7 +6,6 @@ import json
 import socket
 from typing import TYPE_CHECKING, Any
 
-import anyio
 import pytest
 from anyio.to_thread import run_sync
 
@@ -75,7 +74,9 @@ def chat(o: Any, _: Any) -> Any:
 def responses(o: Any, _: Any) -> Any:
     thought = said = 0
     items = []
-    with o.responses.stream(model="rollout", input="2 + 2?") as events:
+    with o.responses.stream(
+        model="rollout", input="2 + 2?", include=["message.output_text.logprobs"]
+    ) as events:
         for number, each in enumerate(events):
             assert each.sequence_number == number
             thought += each.type == "response.reasoning_summary_text.delta"
@@ -91,6 +92,7 @@ def responses(o: Any, _: Any) -> Any:
     assert told == done
     assert [each.id for each in items] == [each.id for each in whole.output]
     assert items[0].summary[0].text == told[0]
+    assert [each.logprob for each in items[1].content[0].logprobs] == [-0.5, -0.25, -1.0]
     return told, thought, said, whole.usage.input_tokens
 
 
@@ -175,15 +177,3 @@ def cut_reply(address: tuple[str, int], request: bytes, count: int | None) -> by
             assert more
             got += more
         return got
-
-
-async def test_client_that_leaves_while_it_waits_cancels_its_generation() -> None:
-    session = speaking(answer(text="a" * 300), pause_s=60.0)
-    async with served(session, keep_alive_s=0.01) as url:
-        host, port = url.removeprefix("http://").split(":")
-        request = request_of("chat/completions", 1)
-        first = await run_sync(cut_reply, (host, int(port)), request, 400)
-        assert b"keep-alive" in first
-        with anyio.fail_after(10):
-            while not session.cancelled:
-                await anyio.sleep(0.01)

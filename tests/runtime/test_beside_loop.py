@@ -8,19 +8,14 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import anyio.to_thread
 import pytest
-import torch
 
 import rollout
 import rollout.batch
-from rollout import Prompt, TensorWeights
-from rollout.config import SchedulingConfig
-from rollout.engine.pool import weight_update
-from rollout.errors import LimitExceeded, PromptError
+from rollout import Prompt
 from rollout.testing import Scenario
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 pytestmark = pytest.mark.anyio
 
@@ -77,20 +72,6 @@ async def test_generate_in_virtual_time_collates_on_the_loop(collating: Threads)
 
 
 @REAL_TIME
-async def test_generate_partial_batch_of_an_error_is_collated_beside_the_loop(
-    collating: Threads,
-) -> None:
-    config = SCENARIO.config(scheduling=SchedulingConfig(max_failures=0, max_failure_share=0.0))
-    given = [*prompts(3), *prompts(1, agent_name="beside_loop_broken")]
-    async with rollout.open_rollout(config) as runtime:
-        with pytest.raises(LimitExceeded) as caught:
-            await runtime.generate(given, layout="packed")
-    assert caught.value.partial is not None
-    assert caught.value.partial.tensors["responses"].is_nested
-    assert threading.get_ident() not in collating.seen
-
-
-@REAL_TIME
 async def test_generate_cancelled_while_it_collates_waits_for_that_and_leaves_the_runtime_usable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -131,44 +112,3 @@ async def test_generate_many_prompts_are_checked_beside_the_loop() -> None:
         await runtime.generate(few)
     assert threading.get_ident() not in many.readers
     assert few.readers == {threading.get_ident()}
-
-
-@REAL_TIME
-@pytest.mark.usefixtures("few_are_many")
-async def test_generate_many_prompts_of_which_one_is_wrong_start_nothing_and_do_not_count() -> None:
-    given: list[Any] = [*prompts(30), "hello"]
-    async with rollout.open_rollout(SCENARIO.config()) as runtime:
-        with pytest.raises(PromptError, match=r"^prompts\[30\]: expected a Prompt, got str; "):
-            await runtime.generate(given)
-        assert runtime.statistics().admitted == 0
-        batch = await runtime.generate(prompts(30))
-        assert batch.samples[0].session_id.startswith("0/")
-
-
-@REAL_TIME
-async def test_update_weights_those_before_are_removed_beside_the_loop(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    removing = Threads(weight_update.unstage)
-    monkeypatch.setattr(weight_update, "unstage", removing)
-    weights = TensorWeights({"w": torch.ones(1)}, directory=str(tmp_path))
-    async with rollout.open_rollout(SCENARIO.config()) as runtime:
-        await runtime.update_weights(version=1, source=weights)
-        assert len(_inside(tmp_path)) == 1
-        await runtime.update_weights(version=2, source=weights)
-        assert len(_inside(tmp_path)) == 1
-    assert _inside(tmp_path) == []
-    assert len(removing.seen) == 2
-    assert threading.get_ident() not in removing.seen
-
-
-def _inside(directory: Path) -> list[Path]:
-    return list(directory.iterdir())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _agents() -> None:
-    @rollout.register_agent("beside_loop_broken")
-    class _Broken(rollout.agents.AgentLoop):
-        async def run(self, context: Any) -> None:
-            raise RuntimeError("a bug")

@@ -146,7 +146,7 @@ def test_blocking_call_interrupted_before_it_begins_runs_nothing(runtime: Blocki
     assert runtime.generate([OTHER]).trajectories[0].answer == "ok"
 
 
-@pytest.mark.parametrize("backend", ["uvloop", "", "Trio", None, 1, ["trio"]])
+@pytest.mark.parametrize("backend", ["uvloop", None])
 def test_open_rollout_blocking_unknown_backend_is_refused_before_engines_start(
     backend: Any,
 ) -> None:

@@ -99,20 +99,8 @@ async def test_runtime_leaves_a_callers_thresholds_alone() -> None:
     assert gc.get_threshold() == (900, 9, 9)
 
 
-async def test_runtime_leaves_a_disabled_collector_and_a_frozen_heap_alone() -> None:
-    gc.disable()
-    async with rollout.open_rollout(SILENT.config()):
-        assert settings() == (False, PYTHONS)
-        assert not gc.isenabled()
-    gc.enable()
-    gc.freeze()
-    async with rollout.open_rollout(SILENT.config()):
-        pass
-    assert gc.get_freeze_count() > 0
-
-
 @pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
-@pytest.mark.parametrize("method", ["generate", "stream", "leave", "collect", "stream_groups"])
+@pytest.mark.parametrize("method", ["generate", "stream", "collect"])
 async def test_calls_leave_nothing_to_the_collector(method: str) -> None:
     prompts = [msgspec.structs.replace(PROMPT, uid=f"p{at}") for at in range(24)]
 
@@ -121,15 +109,10 @@ async def test_calls_leave_nothing_to_the_collector(method: str) -> None:
             await runtime.generate(prompts)
         elif method == "collect":
             await runtime.collect(iter(prompts), 24)
-        elif method == "stream_groups":
-            async with runtime.stream_groups(iter(prompts)) as groups:
-                while await groups.receive() is not None:
-                    pass
         else:
             async with runtime.stream(prompts) as trajectories:
                 async for _ in trajectories:
-                    if method == "leave":
-                        break
+                    pass
 
     async with rollout.open_rollout(SILENT.config()) as runtime:
         assert await count_garbage(call) < len(prompts)
@@ -148,19 +131,17 @@ async def count_garbage(call: Callable[[], Awaitable[None]]) -> int:
 
 @rollout.function_tool
 async def fails(how: str) -> str:
-    """Fail, one way or the other.
+    """Never return.
 
     Args:
-        how: Which.
+        how: How it fails.
     """
-    if how == "raises":
-        raise LookupError(how)
     await anyio.sleep_forever()
     return ""
 
 
 @pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
-@pytest.mark.parametrize("how", ["raises", "times out", "is cancelled"])
+@pytest.mark.parametrize("how", ["times out", "is cancelled"])
 async def test_calls_that_fail_leave_nothing_to_the_collector(how: str) -> None:
     calling = Scenario(seed=1).reply("hello", tool_call("fails", how=how)).then("ok")
     limits = rollout.LimitsConfig(tool_s=0.1 if how == "times out" else 60.0)
