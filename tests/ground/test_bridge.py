@@ -22,19 +22,6 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-async def test_run_returns_what_the_function_returns() -> None:
-    threads = WorkerThreads(max_threads=2, max_abandoned=1)
-    assert await threads.run("add", lambda a, b: a + b, 2, 3) == 5
-    threads.close()
-
-
-async def test_run_function_raises_error_passes_through() -> None:
-    threads = WorkerThreads(max_threads=2, max_abandoned=1)
-    with pytest.raises(ZeroDivisionError):
-        await threads.run("divide", lambda: 1 / 0)
-    threads.close()
-
-
 async def test_run_system_exit_in_thread_becomes_tool_error() -> None:
     def leave() -> None:
         raise SystemExit(3)

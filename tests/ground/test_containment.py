@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio  # noqa: TID251
-import functools
 import logging
 import re
 import threading
@@ -52,19 +51,9 @@ class Rough(BaseException):
     """As PyO3 raises where Rust code panics."""
 
 
-class Speechless(Exception):
-    """Cannot even say what happened."""
-
-    def __str__(self) -> str:
-        raise Rough
-
-
 RAISERS: dict[str, Callable[[], BaseException]] = {
     "base exception": lambda: Rough("rough"),
-    "generator exit": lambda: GeneratorExit("left"),
     "group": lambda: BaseExceptionGroup("group", [ValueError("x"), Rough("rough")]),
-    "nested group": lambda: BaseExceptionGroup("a", [BaseExceptionGroup("b", [Rough()])]),
-    "speechless": Speechless,
     "system exit": lambda: SystemExit(3),
     "asyncio's cancellation": asyncio.CancelledError,
     "trio's cancellation": lambda: trio.Cancelled._create(source="unknown"),
@@ -84,35 +73,13 @@ class Raising(AgentLoop):
             SPOILERS[word](context)
 
 
-def spoil(name: str, context: AgentContext) -> None:
-    setattr(context, name, object())
-
-
-class Unshowable:
-    """Cannot be shown."""
-
-    def __repr__(self) -> str:
-        raise BaseException("no repr")
-
-
 SPOILERS: dict[str, Callable[[Any], object]] = {
     "deadline": lambda context: setattr(context, "deadline", None),
     "extra": lambda context: setattr(context, "extra", None),
-    "transcript": lambda context: setattr(context, "transcript", "text"),
     "messages": lambda context: setattr(context, "messages", 5),
     "scores": lambda context: context.turn_scores.append("good"),
-    "scores without a repr": lambda context: context.turn_scores.append(Unshowable()),
-    "tool rewards": lambda context: setattr(context, "tool_rewards", None),
-    "turns": lambda context: setattr(context, "user_turns", "two"),
     "outcome": lambda context: context.end("finished", "because"),
-    "cut": lambda context: setattr(context, "cut_by", 3),
     "reward": lambda context: setattr(context, "reward", "good"),
-    "trainable": lambda context: setattr(context, "trainable", 1),
-    **{
-        f"shared {name}": functools.partial(spoil, name)
-        for name, kind in vars(AgentContext).items()
-        if isinstance(kind, property) and kind.fset is None
-    },
 }
 
 
@@ -176,9 +143,7 @@ async def test_reward_raises_anything_its_trajectory_alone_fails(word: str, is_s
     assert batch.trajectories[1].transcript.generated_length > 0
 
 
-@pytest.mark.parametrize(
-    "field", ["metrics", "extra", "transcript", "messages", "outcome", "uid", "prompt", "segments"]
-)
+@pytest.mark.parametrize("field", ["metrics", "transcript"])
 async def test_reward_assigns_anything_to_the_trajectory_nobody_is_harmed(field: str) -> None:
     async def reward(trajectory: Trajectory) -> float:
         setattr(trajectory, field, None)
@@ -223,12 +188,7 @@ class Reading(AgentLoop):
         await context.generate()
 
 
-RAISED = {
-    "exit": SystemExit(3),
-    "generator_exit": GeneratorExit(),
-    "rough": Rough("x"),
-    "other_loop": asyncio.CancelledError(),
-}
+RAISED = {"exit": SystemExit(3), "rough": Rough("x")}
 
 
 @pytest.mark.parametrize("word", RAISED)
@@ -263,14 +223,6 @@ async def stay_shielded() -> None:
         await anyio.sleep(200)
 
 
-async def stay_in_scopes() -> None:
-    """Wait within a group of tasks."""
-    with anyio.move_on_after(5000):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(anyio.sleep, 3600)
-            await stay()
-
-
 async def begin_children_again() -> None:
     """Begin tasks, whatever becomes of the ones before."""
     while True:
@@ -285,7 +237,6 @@ async def begin_children_again() -> None:
 STAYING: dict[str, Callable[[], Any]] = {
     "stay": stay,
     "stay_shielded": stay_shielded,
-    "stay_in_scopes": stay_in_scopes,
     "spin": spin,
     "begin_children_again": begin_children_again,
 }
@@ -323,9 +274,7 @@ async def check_given_up(word: str, caplog: pytest.LogCaptureFixture) -> None:
     assert given_up.cause.message in caplog.text
 
 
-@pytest.mark.parametrize(
-    "word", ["stay", "stay_shielded", "stay_in_scopes", "begin_children_again"]
-)
+@pytest.mark.parametrize("word", ["stay", "stay_shielded", "begin_children_again"])
 async def test_agent_swallows_cancellation_it_is_given_up_after_cleanup_s(
     word: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -341,7 +290,6 @@ REAL = [
     ("trio", "spin"),  # virtual time would stand still
     ("asyncio", "spin"),
     ("asyncio", "stay"),
-    ("asyncio", "stay_in_scopes"),
     # on a loaded machine asyncio is still ending the last of these children
     pytest.param("asyncio", "begin_children_again", marks=pytest.mark.slow),
 ]
@@ -415,7 +363,7 @@ async def quick() -> str:
     return "quick"
 
 
-@pytest.mark.parametrize("names", [("patient",), ("patient", "quick"), ("patient", "patient")])
+@pytest.mark.parametrize("names", [("patient", "quick"), ("patient", "patient")])
 async def test_tool_swallows_cancellation_its_own_call_times_out(
     names: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -431,16 +379,15 @@ async def test_tool_swallows_cancellation_its_own_call_times_out(
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-@pytest.mark.parametrize("names", [("patient",), ("patient", "quick")])
 async def test_tool_swallows_cancellation_on_asyncio_its_own_call_times_out(
-    names: tuple[str, ...], anyio_backend: str
+    anyio_backend: str,
 ) -> None:
     limits = LimitsConfig(
         generation_s=2, tool_s=0.1, turn_s=5, trajectory_s=10, batch_s=60, cleanup_s=0.1
     )
     batch = await generate(
         [user("calm"), user("call")],
-        scenario=calling(*names),
+        scenario=calling("patient", "quick"),
         tools=[patient, quick],
         limits=limits,
     )
@@ -460,21 +407,16 @@ class Impatient(AgentLoop):
         await anyio.sleep(1)
 
 
-@pytest.mark.parametrize("names", [("patient",), ("patient", "quick")])
 @pytest.mark.parametrize(
     ("agent", "turn_s", "outcome"),
     [("tool_agent", 10, "deadline"), ("impatient_with_code", 40, "completed")],
 )
 async def test_tool_swallows_the_cancellation_of_its_turn_it_is_named_and_counted(
-    names: tuple[str, ...],
-    agent: str,
-    turn_s: float,
-    outcome: str,
-    caplog: pytest.LogCaptureFixture,
+    agent: str, turn_s: float, outcome: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     limits = attrs.evolve(LIMITS, turn_s=turn_s, generation_s=10)
     queued = function_tool("patient", policy=ToolPolicy(max_concurrency=1))(stay)
-    config = calling(*names).config(limits=limits)
+    config = calling("patient", "quick").config(limits=limits)
     async with rollout.open_rollout(config, [queued, quick]) as runtime:
         batch = await runtime.generate([user("call", agent_name=agent)])
         assert runtime.statistics().unresponsive == 1
@@ -612,33 +554,6 @@ async def test_simulated_user_swallows_the_cancellation_of_its_agent_that_fails(
     assert [t.reason for t in batch.trajectories] == ["unresponsive"]
     assert batch.trajectories[0].cause is not None
     assert batch.trajectories[0].cause.message.startswith("respond of the interaction")
-
-
-class Faults(Exception):
-    """A collection of faults; this one has none."""
-
-    def __len__(self) -> int:
-        return 0
-
-
-class FaultyUser(StubbornUser):
-    """Raises what is falsy."""
-
-    name = "faulty"
-
-    async def respond(self, messages: Any) -> InteractionTurn:
-        raise Faults("the simulation is broken")
-
-    async def finish(self) -> None:
-        pass
-
-
-async def test_simulated_user_raises_an_empty_collection_its_trajectory_says_so() -> None:
-    prompts = [user("x", extra={"interaction_kwargs": {"name": "faulty"}})]
-    batch = await generate(prompts, interactions=[FaultyUser])
-    cause = batch.trajectories[0].cause
-    assert cause is not None
-    assert (cause.type, cause.message) == ("Faults", "the simulation is broken")
 
 
 async def test_simulated_user_swallows_cancellation_it_is_given_up() -> None:

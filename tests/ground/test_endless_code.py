@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
 
-from forked import rollout_command
+from forked import python_program, rollout_command
 from rollout import Outcome, RolloutBatch
 from slow_cases import slow_but
 
@@ -116,8 +115,8 @@ async def main():
 
 anyio.run(main, backend={backend!r})
 """
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 0, done.stderr
+    process = python_program(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
     ends = [("failed", "unresponsive")] * 3 + [("completed", "")]
-    assert done.stdout == f"{ends}\n"
+    assert output == f"{ends}\n"

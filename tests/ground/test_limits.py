@@ -11,7 +11,6 @@ import rollout
 from rollout import Outcome, Prompt, Trajectory, function_tool
 from rollout.config import AgentConfig, LimitsConfig, SchedulingConfig
 from rollout.interactions import Interaction, InteractionContext, InteractionTurn
-from rollout.limits import cleanup_scope
 from rollout.testing import Scenario, tool_call
 
 pytestmark = pytest.mark.anyio
@@ -53,26 +52,17 @@ async def run_one(word: str, limits: dict[str, Any], **sections: Any) -> tuple[T
 
 #: limits given, what the model does, when it ends, whose limit it was
 ENDINGS = [
-    # The generation never ends by itself: each limit around it alone, and then against its outer.
-    ({"generation_s": 4}, "just talk", 4.0, "limits.generation_s"),
-    ({"turn_s": 4}, "just talk", 4.0, "limits.turn_s"),
-    ({"trajectory_s": 4}, "just talk", 4.0, "limits.trajectory_s"),
+    # The generation never ends by itself: each limit around it against its outer.
     ({"batch_s": 4}, "just talk", 4.0, "limits.batch_s"),
     ({"generation_s": 4, "turn_s": 5}, "just talk", 4.0, "limits.generation_s"),
-    ({"generation_s": 4, "trajectory_s": 5}, "just talk", 4.0, "limits.generation_s"),
-    ({"generation_s": 4, "batch_s": 5}, "just talk", 4.0, "limits.generation_s"),
     ({"turn_s": 4, "trajectory_s": 5}, "just talk", 4.0, "limits.turn_s"),
-    ({"turn_s": 4, "batch_s": 5}, "just talk", 4.0, "limits.turn_s"),
     ({"trajectory_s": 4, "batch_s": 5}, "just talk", 4.0, "limits.trajectory_s"),
     # Equal limits: the outer one is named, since nothing inside it could have continued.
     ({"generation_s": 4, "turn_s": 4}, "just talk", 4.0, "limits.turn_s"),
     ({"trajectory_s": 4, "batch_s": 4}, "just talk", 4.0, "limits.batch_s"),
     # The tool starts after SPOKEN_S; limits that count from earlier on win although equal.
     ({"tool_s": 7, "turn_s": 7}, "use the tool", 7.0, "limits.turn_s"),
-    ({"tool_s": 7, "trajectory_s": 7}, "use the tool", 7.0, "limits.trajectory_s"),
-    ({"tool_s": 7, "batch_s": 7}, "use the tool", 7.0, "limits.batch_s"),
     ({"turn_s": 7, "tool_s": 6}, "use the tool", 7.0, "limits.turn_s"),
-    ({"trajectory_s": 7, "tool_s": 6}, "use the tool", 7.0, "limits.trajectory_s"),
     ({"batch_s": 7, "tool_s": 6}, "use the tool", 7.0, "limits.batch_s"),
 ]
 
@@ -90,9 +80,8 @@ async def test_limit_that_fires_first_ends_the_trajectory_at_its_time(
     assert not trajectory.trainable
 
 
-@pytest.mark.parametrize("outer", ["turn_s", "trajectory_s", "batch_s"])
-async def test_tool_limit_within_a_wider_one_is_an_observation_at_its_time(outer: str) -> None:
-    trajectory, elapsed = await run_one("use the tool", {"tool_s": 10, outer: 40})
+async def test_tool_limit_within_a_wider_one_is_an_observation_at_its_time() -> None:
+    trajectory, elapsed = await run_one("use the tool", {"tool_s": 10, "turn_s": 40})
     assert trajectory.outcome is Outcome.COMPLETED
     assert trajectory.metrics["tool_s"] == pytest.approx(10.0, abs=1e-9)
     said = [m.content for m in trajectory.messages if m.role == "tool"]
@@ -106,11 +95,9 @@ async def test_tool_within_its_limit_is_not_touched() -> None:
     assert [m.content for m in trajectory.messages if m.role == "tool"] == ["done"]
 
 
-@pytest.mark.parametrize("limit", ["generation_s", "tool_s", "turn_s", "trajectory_s", "batch_s"])
-async def test_limit_written_as_none_leaves_it_to_the_wider_ones(limit: str) -> None:
-    others = {"turn_s": None, "trajectory_s": None, "batch_s": None, "generation_s": None}
-    limits = {**others, "tool_s": None, limit: None}
-    trajectory, _ = await run_one("use the tool", limits)
+async def test_limits_written_as_none_end_nothing() -> None:
+    names = ("generation_s", "tool_s", "turn_s", "trajectory_s", "batch_s")
+    trajectory, _ = await run_one("use the tool", dict.fromkeys(names))
     assert trajectory.outcome is Outcome.COMPLETED
 
 
@@ -185,16 +172,6 @@ async def test_reward_that_never_returns_meets_its_limit_and_keeps_the_tokens() 
     assert trajectory.answer == "ok"
 
 
-async def test_cleanup_scope_runs_in_a_cancelled_scope_and_ends_on_time() -> None:
-    start = anyio.current_time()
-    with anyio.CancelScope() as scope:
-        scope.cancel()
-        with cleanup_scope(1.5) as cleanup:
-            await anyio.sleep_forever()
-    assert cleanup.cancelled_caught
-    assert anyio.current_time() - start == pytest.approx(1.5)
-
-
 @pytest.mark.parametrize("word", ["use the tool", "just talk"])
 async def test_agent_timeout_of_a_prompt_ends_its_agent_and_is_rewarded(word: str) -> None:
     strict = AgentConfig(tokenization_check="strict")
@@ -218,32 +195,12 @@ async def test_agent_timeout_of_a_prompt_ends_its_agent_and_is_rewarded(word: st
     assert free.limit_source != source
 
 
-@pytest.mark.parametrize(
-    "value", [0, -1.0, True, "7", float("nan"), pytest.param(10**400, id="huge")]
-)
+@pytest.mark.parametrize("value", [0, "7", float("nan")])
 async def test_agent_timeout_that_is_no_time_is_refused(value: Any) -> None:
     prompt = Prompt(messages="hi", extra={"agent_timeout_s": value})
     async with rollout.open_rollout(scenario(1.0).config()) as runtime:
         with pytest.raises(rollout.PromptError, match=r"\['agent_timeout_s'\] = .*a number > 0"):
             await runtime.generate([prompt])
-
-
-async def test_prompt_that_changes_to_no_time_while_it_waits_leaves_its_slot_free() -> None:
-    late = Prompt(messages="hi")
-
-    async def change() -> None:
-        await anyio.sleep(0.5)
-        late.extra["agent_timeout_s"] = 10**400
-
-    scheduling = SchedulingConfig(max_in_flight=1)
-    async with rollout.open_rollout(scenario(1.0).config(scheduling=scheduling)) as runtime:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(change)
-            with pytest.raises(OverflowError):
-                await runtime.generate([Prompt(messages="hi"), late])
-        with anyio.fail_after(100):
-            (trajectory,) = (await runtime.generate([Prompt(messages="hi")])).trajectories
-    assert trajectory.outcome is Outcome.COMPLETED
 
 
 async def test_engine_that_is_full_for_hours_ends_a_trajectory_by_its_limit() -> None:

@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 import pytest
 
 import rollout
-from chat_material import chat
 from rollout import Message, Outcome, Prompt, ToolCall, function_tool
 from rollout.config import AgentConfig
 from rollout.integrations.openrlhf.response import prompt_of_arguments
@@ -141,15 +140,6 @@ def test_prompt_message_extra_is_left_alone() -> None:
     assert message == {"role": "user", "content": "a", "extra": {"b": None}}
 
 
-CYCLE: dict[str, Any] = {"role": "user", "content": []}
-CYCLE["content"].append(CYCLE)
-
-
-@pytest.mark.parametrize("messages", [None, 3, "abc", [3, None], {"a": None}, CYCLE, [CYCLE]])
-def test_prompt_of_no_messages_can_still_be_made(messages: Any) -> None:
-    assert Prompt(messages=messages, sampling=messages, tools_kwargs=messages).uid is None
-
-
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_prompts_file_is_as_without_padding(tmp_path: Path, kind: str) -> None:
     file = tmp_path / f"prompts.{kind}"
@@ -182,17 +172,6 @@ def test_prompts_file_is_as_without_padding(tmp_path: Path, kind: str) -> None:
     check(prompt)
 
 
-@pytest.mark.parametrize("place", ["own", "extra_info"])
-def test_prompts_file_tools_kwargs_of_one_tool_hold_nothing_for_others(
-    tmp_path: Path, place: str
-) -> None:
-    file = tmp_path / "prompts.jsonl"
-    held = {"tools_kwargs": PADDED_KWARGS}
-    row = {"prompt": "a", **(held if place == "own" else {"extra_info": held})}
-    file.write_text(json.dumps(row))
-    assert read_prompts(file)[0].tools_kwargs == KWARGS
-
-
 def test_trl_row_is_as_without_padding() -> None:
     columns = {name: value for name, value in ROW.items() if name != "prompt"}
     prompt = prompt_of(PADDED, columns, "u", TRAINER_SAMPLING)
@@ -216,18 +195,7 @@ def slime_prompt() -> Prompt:
     return slime_prompts([sample], TRAINER_SAMPLING).prompts[0]
 
 
-def own_prompt() -> Prompt:
-    """Of a trainer's user who makes prompts of columns."""
-
-    def make(columns: Any) -> Prompt:
-        names = ("sampling", "tools_kwargs", "ground_truth")
-        fields = {name: columns[name] for name in names}
-        return Prompt(messages=columns["prompt"], extra=columns["extra_info"], **fields)
-
-    return prompt_of_columns(ROW, make, TRAINER_SAMPLING)
-
-
-@pytest.mark.parametrize("convert", [columns_prompt, skyrl_prompt, slime_prompt, own_prompt])
+@pytest.mark.parametrize("convert", [columns_prompt, skyrl_prompt, slime_prompt])
 def test_row_of_a_trainer_is_as_without_padding(convert: Callable[[], Prompt]) -> None:
     prompt = convert()
     assert prompt.sampling == {**TRAINER_SAMPLING, **SAMPLING}  # None says nothing
@@ -240,14 +208,11 @@ def test_openrlhf_messages_as_text_are_as_without_padding() -> None:
     assert (list(prompt.messages), prompt.sampling) == (MESSAGES, {"temperature": 0.7})
 
 
-@pytest.mark.parametrize("place", ["own", "extra_info"])
-def test_verl_row_is_as_without_padding(place: str) -> None:
-    held = {"tools_kwargs": PADDED_KWARGS}
+def test_verl_row_is_as_without_padding() -> None:
     kwargs = {
         "raw_prompt": np.array(PADDED, dtype=object),
-        "extra_info": {"about": {"note": None}, **(held if place == "extra_info" else {})},
+        "extra_info": {"about": {"note": None}, "tools_kwargs": PADDED_KWARGS},
         "reward_model": {"ground_truth": TRUTH},
-        **(held if place == "own" else {}),
     }
     row = VerlRow(kwargs=kwargs, info={"validate": False}, sampling_params={"temperature": 1.0})
     (prompt,) = call_of([row], lambda _: "tool_agent", Namespace(tool_names=())).prompts
@@ -266,13 +231,6 @@ class Heard(Interaction):
 
     async def respond(self, messages: Any) -> InteractionTurn:
         return InteractionTurn("", is_done=True)
-
-
-@pytest.mark.parametrize("model", ["qwen2_5", "gemma4"])
-def test_runtime_prompts_with_padding_get_the_ids_of_those_without(model: str) -> None:
-    template = chat("smollm2", model)
-    ids = [template.prompt_ids(Prompt(messages=given).messages) for given in (PADDED, MESSAGES)]
-    assert ids[0] == ids[1]
 
 
 @function_tool
@@ -380,41 +338,3 @@ async def test_messages_of_agents_with_padding_get_the_ids_of_those_without(door
         go = [{"role": "user", "content": "Go."}]
         await tried(trial, Prompt(messages=go, uid="a", extra={"examples": messages}))
     assert rows[0] == rows[1]
-
-
-@pytest.mark.anyio
-async def test_begun_messages_with_padding_get_the_ids_of_those_without() -> None:
-    rows = []
-
-    async def trial(context: rollout.AgentContext) -> None:
-        await context.begin(context.prompt.extra["examples"])
-        rows.append(context.transcript.ids().tolist())
-        await context.generate()
-
-    for messages in (PADDED, MESSAGES):
-        await tried(trial, Prompt(messages=MESSAGES[3:], extra={"examples": messages}))
-    assert rows[0] == rows[1]
-
-
-@pytest.mark.anyio
-async def test_segment_of_what_the_model_sampled_keeps_it() -> None:
-    async def trial(context: rollout.AgentContext) -> None:
-        turn = await context.generate()
-        await context.call_tools(turn.calls)
-        async with context.open_segment(list(context.messages)) as segment:
-            await segment.generate()
-            arguments = segment.messages[1].tool_calls[0].arguments
-            assert arguments == {"city": "Rome", "expr": None}
-
-    await tried(trial, Prompt(messages=MESSAGES[3:]))
-
-
-@pytest.mark.anyio
-async def test_segment_sampling_with_none_is_that_without() -> None:
-    async def trial(context: rollout.AgentContext) -> None:
-        async with context.open_segment(MESSAGES, sampling=PADDED_SAMPLING) as segment:
-            assert segment.sampling.top_p == 0.5
-            assert segment.sampling.temperature == context.sampling.temperature
-            await segment.generate()
-
-    await tried(trial, Prompt(messages=MESSAGES[3:]))
