@@ -102,15 +102,15 @@ def test_names_that_are_imported_lazily_are_exported_to_type_checkers(package: s
 PACKAGES = ("", ".agents", ".batch", ".chat", ".config", ".engine", ".interactions", ".tools")
 
 
-@pytest.mark.parametrize("package", [f"rollout{name}" for name in PACKAGES])
-def test_every_public_class_and_function_has_help_and_a_signature(package: str) -> None:
-    module = importlib.import_module(package)
-    shown = [getattr(module, name) for name in module.__all__]
-    shown = [value for value in shown if inspect.isclass(value) or inspect.isroutine(value)]
-    assert shown
-    for value in shown:
-        assert pydoc.render_doc(value)
-        assert inspect.signature(value).parameters is not None
+def test_every_public_class_and_function_has_help_and_a_signature() -> None:
+    for package in PACKAGES:
+        module = importlib.import_module(f"rollout{package}")
+        shown = [getattr(module, name) for name in module.__all__]
+        shown = [value for value in shown if inspect.isclass(value) or inspect.isroutine(value)]
+        assert shown
+        for value in shown:
+            assert pydoc.render_doc(value)
+            assert inspect.signature(value).parameters is not None
 
 
 #: Opens a runtime, and says what is imported after that, and on which thread the rest was.
@@ -142,6 +142,7 @@ anyio.run(main, backend=sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("backend", slow_after(1, ["trio", "asyncio"]))
+@pytest.mark.slow  # a new interpreter imports all of it
+@pytest.mark.parametrize("backend", ["trio", "asyncio"])
 def test_opening_imports_off_the_loop_all_that_the_first_batch_needs(backend: str) -> None:
     assert said_by(OPENING, backend) == "tensordict torch torch._dynamo transformers\n\n"

@@ -21,7 +21,7 @@ import rollout
 from forked import python_program
 from rollout import Prompt, function_tool
 from rollout.clocks import monotonic, thread_cpu
-from rollout.observe.loop_lag import BLOCKED_S, LoopLag, Repeats
+from rollout.observe.loop_lag import BLOCKED_S, LoopLag
 from rollout.testing import Scenario, tool_call
 from slow_cases import slow_after
 
@@ -154,9 +154,8 @@ def test_blocked_inside_installed_code_names_the_task(caplog: pytest.LogCaptureF
     assert message.endswith("called from /venv/site-packages/trainer/loop.py:2 in fit")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_thread_that_holds_the_interpreter_is_told_from_the_tasks(
-    backend: str, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def said() -> bool:
         start = "the event loop is blocked: other threads computed"
@@ -172,17 +171,9 @@ def test_thread_that_holds_the_interpreter_is_told_from_the_tasks(
         return lag.total.blocked_s
 
     with caplog.at_level(logging.WARNING, logger="rollout.observe"):
-        blocked_s = anyio.run(main, backend=backend)
+        blocked_s = anyio.run(main, backend="asyncio")
     assert blocked_s is not None
     assert blocked_s > BLOCKED_S
-
-
-@pytest.mark.slow
-def test_one_place_is_named_once_a_minute_with_the_times_between() -> None:
-    repeats = Repeats()
-    assert [repeats.unsaid("here", now) for now in (0.0, 0.1, 59.9)] == [0, None, None]
-    assert repeats.unsaid("there", 1.0) == 0
-    assert [repeats.unsaid("here", now) for now in (60.0, 60.1, 121.0)] == [2, None, 1]
 
 
 IDLE = """

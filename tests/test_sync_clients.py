@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -31,20 +28,6 @@ SHORT = LimitsConfig(
 )
 REMEDY = "use AsyncOpenAI, or another async client, or make the agent a plain def"
 TRIALS: dict[str, Any] = {}
-
-
-def ask(base_url: str, key: str) -> dict[str, Any]:
-    """What a sync client reads, whose thread waits meanwhile."""
-    body = json.dumps({"messages": [{"role": "user", "content": "go"}], "max_tokens": 64})
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    request = urllib.request.Request(f"{base_url}/chat/completions", body.encode(), headers)
-    try:
-        with urllib.request.urlopen(request) as reply:
-            answer: dict[str, Any] = json.load(reply)
-    except urllib.error.HTTPError as error:
-        error.close()
-        raise
-    return answer
 
 
 def ask_with_openai(base_url: str, key: str) -> Any:
@@ -108,11 +91,10 @@ def threads_left() -> set[str]:
 
 
 @BACKENDS
-@pytest.mark.parametrize("client", [ask, ask_with_openai])
 def test_async_agent_with_a_sync_client_is_answered(
-    backend: str, client: Any, caplog: pytest.LogCaptureFixture
+    backend: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    batch = finished(backend, client, "blocks_beside", "single_turn", limits=LONG)
+    batch = finished(backend, ask_with_openai, "blocks_beside", "single_turn", limits=LONG)
     assert outcomes(batch, "blocks_beside") == [(Outcome.COMPLETED, "", 1.0)] * 2
     assert outcomes(batch, "single_turn") == [(Outcome.COMPLETED, "", None)] * 2
     assert all(each.transcript.generated_length for each in batch.trajectories)
@@ -161,11 +143,10 @@ def test_async_agent_that_never_returns_ends_by_its_limit_and_others_by_theirs(
 
 @BACKENDS
 @pytest.mark.parametrize("agent", ["blocks_natively", "blocks_as_a_loop"])
-@pytest.mark.parametrize("client", [ask, ask_with_openai])
 def test_agent_that_blocks_the_runtimes_loop_is_refused_and_named(
-    backend: str, agent: str, client: Any, caplog: pytest.LogCaptureFixture
+    backend: str, agent: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    batch = finished(backend, client, agent, limits=attrs.evolve(LONG, generation_s=0.5))
+    batch = finished(backend, ask_with_openai, agent, limits=attrs.evolve(LONG, generation_s=0.5))
     assert [ends[:2] for ends in outcomes(batch, agent)] == [(Outcome.FAILED, "agent")] * 2
     for each in batch.trajectories:
         message = each.cause.message
