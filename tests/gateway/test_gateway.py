@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 from typing import TYPE_CHECKING, Any
@@ -189,37 +188,24 @@ async def test_model_and_aliases_are_what_clients_may_ask_for() -> None:
     assert trajectory.extra["result"] == ("policy", [200, 200, 404])
 
 
-def nested(levels: int) -> Scenario:
-    arguments = '{"a": ' + "[" * (levels - 1) + "]" * (levels - 1) + "}"
+async def test_call_that_no_request_may_give_back_is_told_as_text() -> None:
+    """Its arguments are nested more deeply than those of a request may be."""
+    arguments = '{"a": ' + "[" * 64 + "]" * 64 + "}"
     call = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
-    return QUICK.reply("One", "First. " + call).then("Second.")
-
-
-@pytest.mark.parametrize(("levels", "is_told"), [(64, True), (65, False)])
-async def test_call_that_no_request_may_give_back_is_told_as_text(
-    levels: int, is_told: bool
-) -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
 
-    def streamed(client: Client) -> str:
-        lines = client.chat(user("One"), tools=tools, stream=True).text.splitlines()
-        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-        deltas = [each["choices"][0]["delta"] for each in events]
-        return "".join(delta.get("content") or "" for delta in deltas)
+    def ask(client: Client) -> tuple[Any, int]:
+        first = said(client.chat(user("One"), tools=tools))
+        return first, client.chat(user("One"), first, user("Go on"), tools=tools).status_code
 
-    def ask(client: Client) -> Any:
-        said = client.chat(user("One"), tools=tools).json()["choices"][0]["message"]
-        rest = user("Go on")
-        if "tool_calls" in said:
-            call_id = said["tool_calls"][0]["id"]
-            rest = {"role": "tool", "tool_call_id": call_id, "content": "3"}
-        got = client.chat(user("One"), said, rest, tools=tools)
-        told = "tool_calls" in said, "<tool_call>" in said["content"]
-        return *told, got.status_code, streamed(client) == said["content"]
-
-    trajectory = await tried(open_rollout, ask, nested(levels))
-    assert trajectory.extra["result"] == (is_told, not is_told, 200, True)
-    assert [each.purpose for each in trajectory.segments] == ["main", "branch"]
+    trajectory = await tried(
+        open_rollout, ask, QUICK.reply("One", "First. " + call).then("Second.")
+    )
+    first, status = trajectory.extra["result"]
+    assert "tool_calls" not in first
+    assert "<tool_call>" in first["content"]
+    assert status == 200
+    assert [each.purpose for each in trajectory.segments] == ["main"]
 
 
 async def test_calls_that_generate_nothing_do_not_count() -> None:

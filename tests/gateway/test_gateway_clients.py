@@ -182,18 +182,6 @@ async def test_chat_log_probs_and_ids_come_where_asked_for() -> None:
     assert asked.calls[0].sampling["top_log_probs"] == 2
 
 
-async def test_chat_several_samples_are_choices() -> None:
-    got = await ask(
-        session(answer(1, "a"), answer(2, "b", finish="length")),
-        lambda o, _: o.chat.completions.create(model="rollout", messages=ASKED, n=2),
-    )
-    assert [(c.index, c.message.content, c.finish_reason) for c in got.choices] == [
-        (0, "a", "stop"),
-        (1, "b", "length"),
-    ]
-    assert got.usage.completion_tokens == 6
-
-
 async def test_chat_stream_of_two_samples_gives_both() -> None:
     def stream(o: Any, _: Any) -> Any:
         texts = {0: "", 1: ""}

@@ -114,18 +114,8 @@ async def test_developer_message_after_a_previous_response_stands_where_it_was_s
     assert ids[0] == ids[1]
 
 
-async def test_instructions_replace_no_system_message_of_the_input() -> None:
-    def ask(client: Client) -> None:
-        first = output(client, input=[{"role": "system", "content": "Stay."}, user("One")])
-        output(client, previous_response_id=first["id"], instructions="Be brief.", input="More")
-
-    trajectory = await rows_of(ask)
-    heads = [[m.content for m in s.messages if m.role == "system"] for s in trajectory.segments]
-    assert heads == [["Stay."], ["Be brief.", "Stay."]]
-
-
-@pytest.mark.parametrize("given", ['{"input": "*** diff", "why": "x"}', '{"input": {"x": 1}}'])
-async def test_call_of_a_text_tool_is_known_as_it_was_told(given: str) -> None:
+async def test_call_of_a_text_tool_is_known_as_it_was_told() -> None:
+    given = '{"input": "*** diff", "why": "x"}'
     call = f'<tool_call>\n{{"name": "patch", "arguments": {given}}}\n</tool_call>'
     scenario = Scenario(seed=3).timing(base_s=0.001).reply("One", call).then("Done.")
     tools = [{"type": "custom", "name": "patch", "description": "Applies a patch."}]

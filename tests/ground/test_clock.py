@@ -248,18 +248,3 @@ async def test_parallel_calls_and_segments_on_asyncio_each_ends_by_its_own_limit
         "talk": "limits.generation_s",
     }
     assert trajectory.limit_source == "limits.generation_s"
-
-
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
-@pytest.mark.parametrize("limit", ["generation_s", "batch_s"])
-async def test_limit_on_asyncio_that_fires_first_is_named(limit: str) -> None:
-    names = ["generation_s", "turn_s", "trajectory_s", "batch_s"]
-    limits = dict.fromkeys(names) | {limit: 0.05}
-    replies = Scenario(seed=1).reply("", filler=100_000).timing(base_s=0.002)
-    config = replies.config(
-        limits=LimitsConfig(**limits, tool_s=None),
-        lengths=rollout.LengthsConfig(prompt=2048, response=100_000),
-    )
-    async with rollout.open_rollout(config) as runtime:
-        (trajectory,) = (await runtime.generate([Prompt(messages="go")])).trajectories
-    assert (trajectory.outcome, trajectory.limit_source) == (Outcome.DEADLINE, f"limits.{limit}")

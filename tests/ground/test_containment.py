@@ -546,16 +546,6 @@ class StubbornUser(Interaction):
         await stay()
 
 
-async def test_simulated_user_swallows_the_cancellation_of_its_agent_that_fails() -> None:
-    prompt = user(
-        "x", agent_name="impatient_with_code", extra={"interaction_kwargs": {"name": "stubborn"}}
-    )
-    batch = await generate([prompt], interactions=[StubbornUser])
-    assert [t.reason for t in batch.trajectories] == ["unresponsive"]
-    assert batch.trajectories[0].cause is not None
-    assert batch.trajectories[0].cause.message.startswith("respond of the interaction")
-
-
 async def test_simulated_user_swallows_cancellation_it_is_given_up() -> None:
     prompts = [user("x", extra={"interaction_kwargs": {"name": "stubborn"}})]
     started = anyio.current_time()
@@ -712,7 +702,7 @@ async def test_cancellation_of_a_caller_reaches_agents_one_after_the_other(
     anyio_backend: str,
 ) -> None:
     """On asyncio too no scope reaches all of them at once, and each ends as cancelled."""
-    count = 300
+    count = 60
     prompts = [user("x", agent_name="sleeping") for _ in range(count)]
     sections = {"limits": LIMITS, "scheduling": SchedulingConfig(samples_per_prompt=1)}
     async with rollout.open_rollout(OK.config(**sections)) as runtime:
@@ -741,18 +731,4 @@ async def test_agent_swallows_its_limit_and_returns_the_limit_is_its_outcome() -
     (trajectory,) = batch.trajectories
     assert trajectory.outcome is Outcome.DEADLINE
     assert trajectory.limit_source == "limits.trajectory_s"
-    assert trajectory.generated_length
-
-
-async def test_agent_swallows_a_cancellation_with_a_reason_of_failures_it_ends_once() -> None:
-    async with rollout.open_rollout(OK.config()) as runtime, anyio.create_task_group() as tasks:
-
-        async def cancel() -> None:
-            await anyio.sleep(5)
-            runtime.cancel(reason="engine")
-
-        tasks.start_soon(cancel)
-        batch = await runtime.generate([user("x", agent_name="swallows_and_returns")])
-    (trajectory,) = batch.trajectories
-    assert (trajectory.outcome, trajectory.reason) == (Outcome.CANCELLED, "engine")
     assert trajectory.generated_length

@@ -6,7 +6,6 @@ import json
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -17,7 +16,6 @@ import pytest
 
 import rollout
 from rollout import Message, Outcome, Prompt, ToolCall, function_tool
-from rollout.config import AgentConfig
 from rollout.integrations.openrlhf.response import prompt_of_arguments
 from rollout.integrations.repeated_prompts import prompt_of_columns
 from rollout.integrations.skyrl.output import prompts_of as skyrl_prompts
@@ -102,13 +100,6 @@ def test_prompt_from_memory_is_as_without_padding() -> None:
     assert prompt.extra["none"] is None
     assert PADDED[1]["tool_calls"][0] is PADDED_CALL  # the caller's own are not changed
     assert "expr" in PADDED_CALL["function"]["arguments"]
-
-
-def test_prompt_of_mappings_and_arrays_is_as_without_padding() -> None:
-    calls = np.array([MappingProxyType(PADDED_CALL), None], dtype=object)[:1]
-    messages = (MappingProxyType({"role": "assistant", "tool_calls": calls, "content": None}),)
-    prompt = Prompt(messages=messages)
-    assert prompt.messages == ({"role": "assistant", "tool_calls": [CALL]},)
 
 
 def test_prompt_of_records_loses_padding_and_keeps_what_the_model_sampled() -> None:
@@ -276,65 +267,3 @@ async def test_runtime_user_gets_its_kwargs_without_padding() -> None:
     assert batch.trajectories[0].outcome is Outcome.COMPLETED
     assert Heard.told.kwargs == {"name": "heard", "level": 3}
     assert prompt.extra == {"interaction_kwargs": kwargs}
-
-
-async def opened(context: rollout.AgentContext, messages: Any) -> Any:
-    async with context.open_segment(messages) as segment:
-        await segment.generate()
-        return segment.transcript
-
-
-async def compacted(context: rollout.AgentContext, messages: Any) -> Any:
-    await context.compact(messages)
-    return context.transcript
-
-
-async def beside(context: rollout.AgentContext, messages: Any) -> Any:
-    return (await context.subagent(messages)).transcript
-
-
-async def observed(context: rollout.AgentContext, messages: Any) -> Any:
-    context.observe(messages)
-    await context.settle()
-    return context.transcript
-
-
-DOORS = {each.__name__: each for each in (opened, compacted, beside, observed)}
-TRIALS: dict[str, Any] = {}
-
-
-@rollout.register_agent("gives_padding")
-class GivesPadding(rollout.AgentLoop):
-    """Does what its test says."""
-
-    async def run(self, context: rollout.AgentContext) -> None:
-        await TRIALS["it"](context)
-
-
-async def tried(trial: Any, prompt: Prompt) -> rollout.Trajectory:
-    TRIALS["it"] = trial
-    said = tool_call("lookup", city="Rome", expr=None)
-    scenario = Scenario(seed=1).reply("now", said).reply("", "Fine.")
-    config = scenario.config(agent=AgentConfig(name="gives_padding"))
-    async with rollout.open_rollout(config, [lookup]) as runtime:
-        (trajectory,) = (await runtime.generate([prompt], samples=1, step=1)).trajectories
-    assert trajectory.cause is None
-    return trajectory
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("door", DOORS)
-async def test_messages_of_agents_with_padding_get_the_ids_of_those_without(door: str) -> None:
-    """As of examples that a prompt holds in its `extra`, which is left alone."""
-    rows = []
-
-    async def trial(context: rollout.AgentContext) -> None:
-        await context.generate()
-        transcript = await DOORS[door](context, context.prompt.extra["examples"])
-        spans = [span for span in transcript.spans if span.kind != "generated"]
-        rows.append(transcript.ids()[spans[-1].start : spans[-1].stop].tolist())
-
-    for messages in (PADDED, MESSAGES):
-        go = [{"role": "user", "content": "Go."}]
-        await tried(trial, Prompt(messages=go, uid="a", extra={"examples": messages}))
-    assert rows[0] == rows[1]

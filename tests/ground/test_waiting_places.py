@@ -16,7 +16,7 @@ import anyio.to_thread
 import pytest
 
 import rollout
-from rollout import AgentConfig, AgentLoop, Prompt, function_tool, wait_places
+from rollout import AgentConfig, AgentLoop, Prompt, function_tool
 from rollout.agents import AgentContext
 from rollout.config import LimitsConfig
 from rollout.scopes import open_task_group
@@ -119,10 +119,9 @@ def of_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "lib" / "site-packages" / "installed_client"
     package.mkdir(parents=True)
     package.joinpath("__init__.py").write_text(
-        "import anyio, concurrent.futures, rollout.bridge\n"
+        "import anyio\n"
         "async def read():\n    await anyio.sleep(60)\n"
         "async def get():\n    await read()\n"
-        "async def ask():\n    await rollout.bridge.wait_future(concurrent.futures.Future())\n"
     )
     monkeypatch.syspath_prepend(package.parent)
     monkeypatch.setitem(WAYS, "of_a_library", importlib.import_module("installed_client").get)
@@ -145,31 +144,6 @@ async def test_explain_where_an_agent_waits_for_asyncio_names_the_line_of_its_ow
     anyio_backend: str,
 ) -> None:
     assert line_of(wait_for_on_asyncio) in await explained(wait_for_on_asyncio)
-
-
-@BOTH
-@pytest.mark.parametrize(("function", "line"), [("get", 3), ("ask", 7)])
-@pytest.mark.usefixtures("of_a_library")
-async def test_explain_where_an_installed_agent_waits_names_the_line_of_its_package(
-    anyio_backend: str, function: str, line: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import installed_client
-
-    ours = str(Path(rollout.__file__).parent)
-    monkeypatch.setattr(wait_places, "INSTALLED", (*wait_places.INSTALLED, ours))
-    rollout.register_agent("installed")(
-        type(
-            "Installed",
-            (AgentLoop,),
-            {"run": lambda self, context: getattr(installed_client, function)()},
-        )
-    )
-    async with rollout.open_rollout(config("installed")) as runtime, open_task_group() as tasks:
-        tasks.start_soon(runtime.generate, [PROMPT])
-        await anyio.sleep(0.1)
-        text = str(runtime.explain())
-        tasks.cancel_scope.cancel()
-    assert f"{installed_client.__file__}:{line}" in text
 
 
 @rollout.agent("waits_on_asyncio")

@@ -180,14 +180,6 @@ def test_close_while_another_thread_stays_in_a_stream_waits_for_nobody(
     assert "closed" in str(errors[0])
 
 
-def test_blocking_runtime_serves_the_sync_code_of_another_one(runtime: BlockingRollout) -> None:
-    def judge(trajectory: Trajectory) -> float:
-        return float(len(runtime.generate([user("quick")])))
-
-    with open_rollout_blocking(SCENARIO.config(), reward=judge) as other:
-        assert other.generate([user("quick")]).trajectories[0].reward == 1.0
-
-
 def test_blocking_calls_in_a_task_of_trio_are_refused(runtime: BlockingRollout) -> None:
     async def main() -> None:
         with pytest.raises(rollout.RolloutError, match="called in a task of trio's"):
@@ -260,30 +252,6 @@ def test_close_that_fails_raises_unless_the_block_has_its_own_error(
             raise KeyError("mine")
     assert "the disk is full" in caplog.text
     assert not [t for t in threading.enumerate() if t.name == "rollout"]
-
-
-def test_close_refuses_later_calls_and_leaves_running_ones_what_they_have() -> None:
-    runtime = open_rollout_blocking(SCENARIO.config())
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            runtime.generate([user("slow"), user("quick")])
-        except rollout.RolloutError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=call), threading.Thread(target=runtime.close)]
-    threads[0].start()
-    while not runtime.statistics().finished:
-        pass
-    threads[1].start()
-    with pytest.raises(rollout.RolloutError, match="the runtime"):
-        while True:
-            runtime.statistics()
-    for thread in threads:
-        thread.join()
-    assert str(errors[0]) == "the runtime was closed while this call was running"
-    assert errors[0].partial is not None  # type: ignore[attr-defined]
 
 
 def test_open_fails_error_reaches_the_caller_and_no_thread_is_left() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import rollout
 from gateway_clients import SETTINGS, TRIALS, ask, user
-from rollout import AgentConfig, GroupPolicy, Prompt, SchedulingConfig, function_tool
+from rollout import AgentConfig, Prompt, SchedulingConfig, function_tool
 from rollout.cli.explain_signal import STARTING, explaining_at_signal
 from rollout.config import GatewayConfig
 from rollout.observe.explanation import Explanation, TrajectoryWaits
@@ -96,16 +96,6 @@ async def test_explain_while_a_turn_is_generated_names_the_replica() -> None:
     assert row.seconds == pytest.approx(1.0)
     assert "└─ member 0, for 1.0 s: generation on engine-0, for 1.0 s, " in str(explanation)
     assert "engine-0: serving, 1 in flight" in str(explanation)
-
-
-async def test_explain_finds_the_requests_of_a_uid_with_its_own_separators() -> None:
-    async def call(runtime: Any) -> None:
-        await runtime.generate([Prompt(messages=prompts()[0].messages, uid="a#0/b#1")])
-
-    async with explained_after(1.0, call=call) as explanation:
-        (wait,) = only(explanation).waits
-
-    assert (wait.kind, wait.path) == ("generation", "")
 
 
 async def test_explain_while_a_tool_runs_names_it() -> None:
@@ -232,17 +222,6 @@ async def test_explain_names_what_an_agent_behind_the_gateway_asked_for() -> Non
     assert 0 < wait.seconds <= 1.0
 
 
-async def test_explain_calls_of_groups_says_what_each_member_waits_for() -> None:
-    async def call(runtime: Any) -> None:
-        await runtime.collect(prompts(3), 2, policy=GroupPolicy(), step=5)
-
-    async with explained_after(1.0, samples=2, call=call) as explanation:
-        (told,) = explanation.calls
-
-    assert (told.name, told.step) == ("collect", 5)
-    assert {row.waits[0].kind for row in told.trajectories} == {"generation"}
-
-
 async def test_explain_an_idle_runtime_says_that_nothing_runs() -> None:
     async with rollout.open_rollout(scenario().config()) as runtime:
         assert runtime.explain().calls == ()
@@ -261,22 +240,6 @@ def test_signal_prints_what_is_waited_for(capfd: pytest.CaptureFixture[str]) -> 
         signal.raise_signal(signal.SIGUSR1)
 
     assert capfd.readouterr().err == f"\n{explanation}\n"
-
-
-@pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
-@pytest.mark.anyio
-async def test_explain_is_asked_from_a_thread_and_between_tasks(anyio_backend: str) -> None:
-    said: list[Explanation] = []
-    async with rollout.open_rollout(scenario().config(), [search]) as runtime:
-        async with open_task_group() as tasks:
-            tasks.start_soon(runtime.generate, prompts())
-            while not runtime.explain().calls:
-                await anyio.lowlevel.checkpoint()
-            thread = threading.Thread(target=lambda: said.append(runtime.explain()))
-            thread.start()
-            thread.join()
-            tasks.cancel_scope.cancel()
-    assert [len(each.calls) for each in said] == [1]
 
 
 def test_signals_in_a_row_are_answered_once_each(

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import rollout
-from rollout import Prompt, RolloutError, function_tool
-from rollout.testing import Scenario, tool_call
+from rollout import RolloutError
+from rollout.testing import Scenario
 
 pytestmark = pytest.mark.anyio
 
@@ -36,23 +36,3 @@ async def test_open_rollout_used_before_it_is_entered_says_how_it_is_entered(nam
     assert isinstance(caught.value, AttributeError)  # those who only look are told in their way
     assert name in str(caught.value)
     assert not hasattr(runtime, name)
-
-
-async def test_open_rollout_left_by_its_own_tool_is_refused_and_goes_on() -> None:
-    opening: Any = None
-
-    @function_tool
-    async def leave() -> str:
-        """Leave the runtime."""
-        await opening.__aexit__(None, None, None)
-        return "left"
-
-    config = Scenario(seed=1).reply("go", tool_call("leave")).then("Well.").config()
-    opening = rollout.open_rollout(config, [leave])
-    async with opening as runtime:
-        prompt = Prompt(messages=[{"role": "user", "content": "go"}])
-        (trajectory,) = (await runtime.generate([prompt])).trajectories
-        assert trajectory.answer == "Well."
-        (answer,) = [each.content for each in trajectory.messages if each.role == "tool"]
-    assert answer is not None
-    assert "open_rollout is left by a task that has not entered it" in answer

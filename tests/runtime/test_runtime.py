@@ -655,23 +655,6 @@ async def test_validation_samples_as_validation_sampling_says() -> None:
     assert [t.transcript.generated_length for t in validation.trajectories] == [3]
 
 
-async def test_several_generate_calls_at_once_do_not_mix() -> None:
-    config = Scenario(seed=1).reply("", filler=10).config()
-    async with rollout.open_rollout(config) as runtime:
-        batches: dict[int, rollout.RolloutBatch] = {}
-
-        async def call(number: int) -> None:
-            batches[number] = await runtime.generate(
-                [user(f"{number}.{i}", uid=f"{number}.{i}") for i in range(5)]
-            )
-
-        async with anyio.create_task_group() as tasks:
-            for number in range(4):
-                tasks.start_soon(call, number)
-    for number, batch in batches.items():
-        assert [s.uid for s in batch.samples] == [f"{number}.{i}" for i in range(5)]
-
-
 async def test_close_while_another_task_generates_that_call_learns_it() -> None:
     errors: list[rollout.RolloutError] = []
 
