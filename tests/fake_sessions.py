@@ -70,7 +70,6 @@ class FakeSession:
         self.hold: anyio.Event | None = None
         self.cancelled = 0
         self.pause_s = 0.0
-        self.tokens = 11
         self._stored: dict[bytes, Completion] = {}
 
     async def complete(self, call: GatewayCall, wait: Wait[Completion] = wait_future) -> Completion:
@@ -110,10 +109,6 @@ class FakeSession:
 
     def mark_lost(self, completion_id: str) -> None:
         self.left_ids.append(completion_id)
-
-    async def count_tokens(self, call: GatewayCall) -> int:
-        self.calls.append(call)
-        return self.tokens
 
 
 class FakeSessions:

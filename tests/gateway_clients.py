@@ -122,7 +122,6 @@ async def tried(
     settings: GatewayConfig | None = None,
     lengths: LengthsConfig | None = None,
     samples: int = 1,
-    checks: bool = True,
     **sections: Any,
 ) -> Asked:
     """Run a trial as the client of one trajectory."""
@@ -140,7 +139,6 @@ async def tried(
         prompt = Prompt(messages=[{"role": "user", "content": "-"}], extra={"trial": "it"})
         batch = await runtime.generate([prompt])
     SETTINGS.pop()
-    if checks:
-        assert recorder.anomalies() == []
-        assert balance_of(runtime).is_even  # type: ignore[arg-type]
+    assert recorder.anomalies() == []
+    assert balance_of(runtime).is_even  # type: ignore[arg-type]
     return Asked(batch, recorder)
