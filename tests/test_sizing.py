@@ -179,6 +179,13 @@ def test_colocated_replicas_ask_for_no_gpus() -> None:
     assert line == ("gpus", "none of their own: 2 replicas share those of the trainer")
 
 
+def test_model_without_known_figures_is_unknown(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"d_model": 3}')
+    assert ("memory", "unknown: the model's files are not on this machine") in sizing_lines(
+        config(tmp_path)
+    )
+
+
 def test_fewer_gpus_than_shards_are_refused(model: Path) -> None:
     with pytest.raises(ConfigError) as failure:
         config(model, gpus=1.0)

@@ -84,7 +84,8 @@ async def test_chat_body_becomes_a_call() -> None:
                     "id": "call-1",
                     "type": "function",
                     "function": {"name": "add", "arguments": '{ "a" : 1 }'},
-                }
+                },
+                {"id": "call-2", "type": "function", "function": {"name": "ls", "arguments": ""}},
             ],
         },
         {"role": "tool", "tool_call_id": "call-1", "content": "2"},
@@ -113,7 +114,9 @@ async def test_chat_body_becomes_a_call() -> None:
         ClientMessage(role="system", text="Be brief."),
         ClientMessage(role="user", text="a\nb"),
         ClientMessage(
-            role="assistant", reasoning="Hm.", calls=(ClientCall("add", {"a": 1}, "call-1"),)
+            role="assistant",
+            reasoning="Hm.",
+            calls=(ClientCall("add", {"a": 1}, "call-1"), ClientCall("ls", {}, "call-2")),
         ),
         ClientMessage(role="tool", text="2", call_id="call-1", name="add"),
     )

@@ -260,6 +260,13 @@ async def test_tools_that_cannot_be_are_refused_by_name(path: str, tools: Any, f
     assert got.json()["error"]["message"].startswith(f"{field}: ")
 
 
+async def test_encoded_body_is_refused() -> None:
+    async with client_of(FakeSession(PATH, KEY)) as client:
+        headers = KEYED | {"content-encoding": "gzip"}
+        got = await client.post(CHAT, content=b"x", headers=headers)
+        assert (got.status_code, "content-encoding" in got.text) == (400, True)
+
+
 async def test_slow_heads_are_ended_and_siblings_do_not_notice() -> None:
     async with client_of(FakeSession(PATH, KEY), head_s=0.3) as client:
         async with anyio.create_task_group() as tasks:

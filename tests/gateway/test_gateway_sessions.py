@@ -23,7 +23,7 @@ from gateway_clients import (
 from rollout import Outcome
 from rollout.bridge import wait_future
 from rollout.config import GatewayConfig, LimitsConfig, ModelConfig, RecoveryConfig, SimulatedEngine
-from rollout.gateway.calls import ClientMessage, GatewayError
+from rollout.gateway.calls import ClientCall, ClientMessage, GatewayError
 from rollout.gateway.gateway import Gateway
 from rollout.gateway.http import ClientLeftError
 from rollout.scopes import open_task_group
@@ -450,6 +450,19 @@ async def test_session_deadline_ends_open_calls_for_good() -> None:
         await sessions[0].complete(asked(user("question")))
 
 
+async def test_session_generation_deadline_is_final() -> None:
+    async def trial(session: GatewaySession, context: AgentContext) -> None:
+        for _ in range(2):
+            with pytest.raises(GatewayError) as caught:
+                await ask(session, user("question"))
+            assert (caught.value.status, caught.value.code) == (403, "trajectory_ended")
+
+    scenario = HELLO.timing(base_s=0.1)
+    limits = LimitsConfig(generation_s=1.0, turn_s=10.0, tool_s=1.0)
+    found = (await tried(trial, scenario, limits=limits)).trajectory
+    assert (found.outcome, found.limit_source) == (Outcome.DEADLINE, "limits.generation_s")
+
+
 async def test_sessions_keys_open_their_own_trajectory_only() -> None:
     async def trial(session: GatewaySession, context: AgentContext) -> None:
         gateway = Gateway(GatewayConfig())
@@ -529,6 +542,17 @@ async def test_session_message_that_cannot_be_rendered_is_the_clients_fault() ->
 
     found = await tried(trial, TURNS)
     assert (found.trajectory.outcome, found.purposes) == (Outcome.COMPLETED, ["main"])
+
+
+async def test_session_call_whose_arguments_are_no_object_is_read_as_text() -> None:
+    async def trial(session: GatewaySession, context: AgentContext) -> None:
+        calls = (ClientCall("add", "no JSON", "c"),)
+        foreign = ClientMessage(role="assistant", text="I add.", calls=calls)
+        await ask(session, user("question"), foreign, result("5", "c"), tools=(ADD,))
+
+    found = await tried(trial, HELLO)
+    assert found.trajectory.outcome is Outcome.COMPLETED
+    assert "I add.\nadd(no JSON)" in found.text(0)
 
 
 async def test_session_conversation_that_ends_with_the_assistant_is_told_again() -> None:

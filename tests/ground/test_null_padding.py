@@ -6,6 +6,7 @@ import json
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -100,6 +101,13 @@ def test_prompt_from_memory_is_as_without_padding() -> None:
     assert prompt.extra["none"] is None
     assert PADDED[1]["tool_calls"][0] is PADDED_CALL  # the caller's own are not changed
     assert "expr" in PADDED_CALL["function"]["arguments"]
+
+
+def test_prompt_of_mappings_and_arrays_is_as_without_padding() -> None:
+    calls = np.array([MappingProxyType(PADDED_CALL), None], dtype=object)[:1]
+    messages = (MappingProxyType({"role": "assistant", "tool_calls": calls, "content": None}),)
+    prompt = Prompt(messages=messages)
+    assert prompt.messages == ({"role": "assistant", "tool_calls": [CALL]},)
 
 
 def test_prompt_of_records_loses_padding_and_keeps_what_the_model_sampled() -> None:

@@ -16,7 +16,7 @@ import anyio.to_thread
 import pytest
 
 import rollout
-from rollout import AgentConfig, AgentLoop, Prompt, function_tool
+from rollout import AgentConfig, AgentLoop, Prompt, function_tool, wait_places
 from rollout.agents import AgentContext
 from rollout.config import LimitsConfig
 from rollout.scopes import open_task_group
@@ -144,6 +144,30 @@ async def test_explain_where_an_agent_waits_for_asyncio_names_the_line_of_its_ow
     anyio_backend: str,
 ) -> None:
     assert line_of(wait_for_on_asyncio) in await explained(wait_for_on_asyncio)
+
+
+@BOTH
+@pytest.mark.usefixtures("of_a_library")
+async def test_explain_where_an_installed_agent_waits_names_the_line_of_its_package(
+    anyio_backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import installed_client
+
+    ours = str(Path(rollout.__file__).parent)
+    monkeypatch.setattr(wait_places, "INSTALLED", (*wait_places.INSTALLED, ours))
+    rollout.register_agent("installed")(
+        type(
+            "Installed",
+            (AgentLoop,),
+            {"run": lambda self, context: installed_client.get()},
+        )
+    )
+    async with rollout.open_rollout(config("installed")) as runtime, open_task_group() as tasks:
+        tasks.start_soon(runtime.generate, [PROMPT])
+        await anyio.sleep(0.1)
+        text = str(runtime.explain())
+        tasks.cancel_scope.cancel()
+    assert f"{installed_client.__file__}:3" in text
 
 
 @rollout.agent("waits_on_asyncio")
