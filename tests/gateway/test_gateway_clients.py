@@ -459,8 +459,13 @@ async def test_over_long_prompt_of_codex_is_told_in_events() -> None:
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
         ({"tool_choice": "perhaps"}, "tool_choice"),
+        ({"top_logprobs": 3}, "top_logprobs"),
         ({"extra_body": {"min_tokens": 4}}, "min_tokens"),
         ({"messages": [{"role": "clown", "content": "x"}]}, "messages[0].role"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0]",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
             "messages[0].content[0].type",

@@ -326,6 +326,16 @@ async def test_silent_connection_is_closed() -> None:
             assert (await all_of(stream)).startswith(b"HTTP/1.1 200 ")
 
 
+async def test_client_that_wants_its_connection_closed_is_answered_and_left(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    request = request_of(json.dumps(ASKED).encode())
+    async with stream_of() as stream:
+        await stream.send(request.replace(b"host: x", b"host: x\r\nconnection: close"))
+        assert (await all_of(stream)).startswith(b"HTTP/1.1 200 ")
+    assert caplog.records == []
+
+
 async def test_slow_body_is_a_bad_request() -> None:
     async with stream_of(body_s=0.2) as stream:
         await stream.send(request_of(b"{", length=100))

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 import httpx
+import msgspec
 import pytest
 
 import http_agents  # noqa: F401  # registers its agents
 from forked import rollout_command
-from rollout import GatewayConfig
+from rollout import GatewayConfig, open_rollout
 from rollout.config import (
     AgentConfig,
     JournalConfig,
@@ -30,6 +31,8 @@ from rollout.testing import Scenario
 from slow_cases import slow_after
 
 pytest.importorskip("h11")
+from rollout.gateway.gateway import Gateway
+from rollout.gateway.served_trajectories import OpenBody, TrajectoryServer
 from rollout.gateway.serving import open_trajectory_server
 
 if TYPE_CHECKING:
@@ -326,6 +329,19 @@ async def test_ended_trajectories_past_the_memory_for_them_are_gone() -> None:
         other = await client.post(f"{paths[0]}/finish")
         unknown = await client.get(f"/trajectories/trajectory-{'0' * 32}")
         assert (other.status_code, unknown.status_code) == (410, 404)
+
+
+@pytest.mark.anyio
+async def test_post_given_up_as_soon_as_it_came_begins_nothing_that_stays() -> None:
+    async with open_rollout(CHAT.config()) as runtime, anyio.create_task_group() as tasks:
+        runtime.services.gateway = Gateway(GatewayConfig())
+        server = TrajectoryServer(runtime, tasks)
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await server.open(server.make_id(), msgspec.json.decode(BODY, type=OpenBody))
+        await anyio.wait_all_tasks_blocked()
+        await until(lambda: runtime.statistics().finished == runtime.statistics().admitted)
+        assert runtime.statistics().running == 0
 
 
 @pytest.mark.parametrize("backend", ["trio", "asyncio"])

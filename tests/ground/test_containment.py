@@ -51,9 +51,17 @@ class Rough(BaseException):
     """As PyO3 raises where Rust code panics."""
 
 
+class Speechless(Exception):
+    """Cannot even say what happened."""
+
+    def __str__(self) -> str:
+        raise LookupError
+
+
 RAISERS: dict[str, Callable[[], BaseException]] = {
     "base exception": lambda: Rough("rough"),
     "group": lambda: BaseExceptionGroup("group", [ValueError("x"), Rough("rough")]),
+    "speechless": Speechless,
     "system exit": lambda: SystemExit(3),
     "asyncio's cancellation": asyncio.CancelledError,
     "trio's cancellation": lambda: trio.Cancelled._create(source="unknown"),

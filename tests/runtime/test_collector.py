@@ -99,6 +99,18 @@ async def test_runtime_leaves_a_callers_thresholds_alone() -> None:
     assert gc.get_threshold() == (900, 9, 9)
 
 
+async def test_runtime_leaves_a_disabled_collector_and_a_frozen_heap_alone() -> None:
+    gc.disable()
+    async with rollout.open_rollout(SILENT.config()):
+        assert settings() == (False, PYTHONS)
+        assert not gc.isenabled()
+    gc.enable()
+    gc.freeze()
+    async with rollout.open_rollout(SILENT.config()):
+        pass
+    assert gc.get_freeze_count() > 0
+
+
 @pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
 @pytest.mark.parametrize("method", ["generate", "stream", "collect"])
 async def test_calls_leave_nothing_to_the_collector(method: str) -> None:

@@ -295,6 +295,7 @@ async def test_bad_prompt_is_rejected_and_the_others_are_unharmed(
         ([{"prompt": "hello"}], "got dict; write "),
         ([user("a", uid="x"), user("b", uid="x")], r"prompts\[1\].uid = 'x': the uid of"),
         ([user("a", uid=3)], r"prompts\[0\].uid = 3: expected a string or None"),
+        ([user("a", uid="\ud800")], r"prompts\[0\].uid = '\\ud800': expected a text that UTF-8"),
         ([Prompt(messages=5)], r"prompts\[0\].messages = 5: expected a text or a list of messages"),
         ([user("a", extra=[1])], r"prompts\[0\].extra = \[1\]: expected a mapping"),
     ],
