@@ -19,7 +19,8 @@ from rollout import (
     register_agent,
 )
 from rollout.config import LimitsConfig
-from rollout.errors import LimitExceeded
+from rollout.containment import open_containment
+from rollout.errors import LimitExceeded, ToolError
 from rollout.limits import NEVER, Clock, Deadline, Limit, paused_call
 from rollout.testing import Scenario
 from rollout.tools import ToolPolicy
@@ -132,6 +133,24 @@ async def test_carried_the_trajectory_gets_its_deadline_and_turns_go_on_from_whe
     clock.continue_carried(Deadline.after(50, "trajectory"))
     assert (limit.deadline.at, clock.deadline.at) == (1005, 1052)
     assert clock.carried_s(anyio.current_time()) == 1000
+
+
+async def test_call_without_a_limit_that_closing_ends_blames_none() -> None:
+    failures: list[Exception] = []
+
+    async def call() -> None:
+        try:
+            await attempt(anyio.sleep_forever, limit=Clock(), what="tool")
+        except Exception as error:
+            failures.append(error)
+
+    async with anyio.create_task_group() as tasks:
+        async with open_containment(1.0):
+            tasks.start_soon(call)
+            await anyio.sleep(1)
+    assert [(type(each), str(each)) for each in failures] == [
+        (ToolError, "tool was cancelled: the runtime is closing")
+    ]
 
 
 async def test_waiting_for_a_sandbox_is_not_the_calls_time_but_the_turns(clock: Clock) -> None:
