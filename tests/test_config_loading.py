@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rollout.config import (
-    HttpEngine,
-    InProcessPlacement,
     RolloutConfig,
     SamplingConfig,
     config_from_dict,
@@ -75,10 +73,9 @@ def test_config_file_loads_as_path_or_text(name: str, tmp_path: Path) -> None:
     assert load_config(path) == load_config(str(path)) == TEMPERATURE
 
 
-@pytest.mark.parametrize("name", ["empty.toml", "empty.yaml"])
-def test_config_empty_file_means_the_defaults(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text("# nothing yet\n")
-    assert load_config(tmp_path / name) == RolloutConfig()
+def test_config_empty_file_means_the_defaults(tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("# nothing yet\n")
+    assert load_config(tmp_path / "empty.yaml") == RolloutConfig()
 
 
 def test_config_module_loads_by_name_and_as_object(in_tmp_path: Path) -> None:
@@ -130,12 +127,6 @@ def test_config_faulty_module_is_refused_again_when_imported_already(in_tmp_path
     assert error_text("rollout_faulty") == expected
     assert error_text("rollout_faulty") == expected
     assert error_text(sys.modules["rollout_faulty"]) == expected
-    (in_tmp_path / "above.py").write_text(
-        "import attrs\n"
-        "from rollout_faulty import config as base\n"
-        "config = attrs.evolve(base, seed=1)\n"
-    )
-    assert error_text("above.py") == f"1 fault in the configuration above.py:\n  {line}"
 
 
 def test_config_faults_of_python_sections_in_no_config_are_reported_too(tmp_path: Path) -> None:
@@ -154,31 +145,12 @@ def test_config_faults_of_python_sections_in_no_config_are_reported_too(tmp_path
     )
 
 
-def test_config_loaded_within_a_python_config_keeps_its_lines(tmp_path: Path) -> None:
-    (tmp_path / "base.toml").write_text("seed = -1\n[tools]\nmax_threads = 0\n")
-    path = tmp_path / "c.py"
-    path.write_text(
-        "from pathlib import Path\nfrom rollout.config import load_config\n"
-        "config = load_config(Path(__file__).with_name('base.toml'))\n"
-    )
-    assert error_text(path) == (
-        f"2 faults in the configuration {path}:\n"
-        f"  {path}, line 3: tools.max_threads = 0: expected an integer ≥ 1\n"
-        f"  {path}, line 3: seed = -1: expected an integer ≥ 0 or None"
-    )
-
-
 BROKEN = {
     "missing.toml": (None, ": cannot be read: No such file or directory"),
-    "missing.yaml": (None, ": cannot be read: No such file or directory"),
     "missing.py": (None, ": cannot be read: No such file or directory"),
     "latin.toml": (b"a = '\xe9'", ": not UTF-8: invalid continuation byte at byte 5"),
     "syntax.toml": (b"a = 1\nb =\n", ", line 2, column 4: not valid TOML: Invalid value"),
     "end.toml": (b"a = ", ": not valid TOML: Invalid value (at end of document)"),
-    "twice.toml": (
-        b"[limits]\ntool_s = 1\ntool_s = 2\n",
-        ", line 3, column 11: not valid TOML: Cannot overwrite a value",
-    ),
     "deep.toml": (b"a = " + b"[" * 5000, ": not valid TOML: nested too deeply"),
     "syntax.yaml": (
         b"a: [1\nb",
@@ -194,48 +166,12 @@ BROKEN = {
         "'tag:yaml.org,2002:python/object:os.system'",
     ),
     "date.yaml": (b"seed: 2024-13-45\n", ": not valid YAML: month must be in 1..12"),
-    "digits.toml": (
-        b"seed = " + b"9" * 5000,
-        ": not valid TOML: Exceeds the limit (4300 digits) for integer string conversion: "
-        "value has 5000 digits; use sys.set_int_max_str_digits() to increase the limit",
-    ),
-    "moment.yaml": (
-        b"seed: !!timestamp abc",
-        ": not valid YAML: 'NoneType' object has no attribute 'groupdict'",
-    ),
-    "bool.yaml": (b"seed: !!bool abc", ": not valid YAML: 'abc'"),
-    "int.yaml": (b'seed: !!int ""', ": not valid YAML: string index out of range"),
-    "escape.yaml": (
-        b'seed: "\\UFFFFFFFF"',
-        ": not valid YAML: Python int too large to convert to C int",
-    ),
-    "unreadable.py": (
-        b"class E(Exception):\n    def __str__(self): raise ValueError\nraise E\n",
-        ", line 3: E: (its message cannot be shown)",
-    ),
-    "cancelled.py": (
-        b"import asyncio\nraise asyncio.CancelledError('a')\n",
-        ", line 2: CancelledError: a",
-    ),
-    "base.py": (b"class B(BaseException): pass\nraise B('b')\n", ", line 2: B: b"),
-    "group.py": (
-        b"raise BaseExceptionGroup('c', [GeneratorExit()])\n",
-        ", line 1: BaseExceptionGroup: c (1 sub-exception)",
-    ),
-    "nul\0.toml": (None, ": cannot be read: embedded null byte"),
     "syntax.py": (b"x = 1\ny = (\n", ", line 2: not valid Python: '(' was never closed"),
-    "raises.py": (
-        b"def f():\n    return {}['seed']\nf()\n",
-        ", line 2: KeyError: 'seed'",
-    ),
+    "raises.py": (b"def f():\n    return {}['seed']\nf()\n", ", line 2: KeyError: 'seed'"),
     "exits.py": (b"import sys\nsys.exit('a\\nb')\n", ", line 2: SystemExit: a b"),
     "imports.py": (
         b"import rollout.nowhere\n",
         ", line 1: ModuleNotFoundError: No module named 'rollout.nowhere'",
-    ),
-    "opens.py": (
-        b"open('/nowhere/at/all')\n",
-        ", line 1: FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/at/all'",
     ),
 }
 
@@ -265,17 +201,6 @@ def test_config_module_without_a_config_is_refused(text: str, line: str, tmp_pat
     assert error_text(path) == f"1 fault in the configuration {path}:\n  {line}"
 
 
-def test_config_package_that_fails_is_named_with_its_line(in_tmp_path: Path) -> None:
-    package = in_tmp_path / "rollout_failing"
-    package.mkdir()
-    (package / "__init__.py").write_text("x = 1\nraise ValueError('no')\n")
-    (package / "half.py").write_text(FILES["config.py"])
-    assert error_text("rollout_failing.half") == (
-        "1 fault in the configuration rollout_failing.half:\n"
-        f"  {package / '__init__.py'}, line 2: ValueError: no"
-    )
-
-
 def test_config_module_that_does_not_exist_is_named() -> None:
     assert error_text("rollout.nowhere.at_all") == (
         "1 fault in the configuration rollout.nowhere.at_all:\n"
@@ -283,19 +208,12 @@ def test_config_module_that_does_not_exist_is_named() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("source", "shown"),
-    [("my config.json", "'my config.json'"), ("conf/quickstart", "'conf/quickstart'"), ("", "''")],
-)
-def test_config_source_of_unknown_kind_is_refused(source: str, shown: str) -> None:
-    assert error_text(source) == (
+def test_config_source_of_unknown_kind_is_refused() -> None:
+    assert error_text("my config.json") == (
         "1 fault in the call of load_config:\n"
-        f"  source = {shown}: expected a file ending in .py, .toml, .yaml or .yml, the dotted "
-        "name of a module, or a module"
+        "  source = 'my config.json': expected a file ending in .py, .toml, .yaml or .yml, the "
+        "dotted name of a module, or a module"
     )
-
-
-def test_config_source_of_wrong_type_is_refused() -> None:
     assert error_text({"seed": 1}).endswith("or a module, got a mapping")
 
 
@@ -308,11 +226,6 @@ def test_config_source_of_wrong_type_is_refused() -> None:
             "YAML reads 1e-3 as a string, write 1.0e-3",
         ),
         (
-            "limits: {cleanup_s: 1.5e3}",
-            "limits.cleanup_s = '1.5e3': expected a number > 0, got a string; "
-            "YAML reads 1.5e3 as a string, write 1.5e+3",
-        ),
-        (
             "limits: {batch_s: None}",
             "limits.batch_s = 'None': expected a number > 0 or None, got a string; "
             "YAML writes None as null",
@@ -321,12 +234,6 @@ def test_config_source_of_wrong_type_is_refused() -> None:
             "agent: {tool_format: no}",
             "agent.tool_format = False: expected a non-empty string, got a boolean; "
             "YAML reads yes, no, on and off as booleans, so quote such a word",
-        ),
-        ("seed: true", "seed = True: expected an integer ≥ 0 or None, got a boolean"),
-        (
-            "model: {path: 2024-01-31}",
-            "model.path = datetime.date(2024, 1, 31): expected a "
-            "non-empty string, got a value of type date",
         ),
         (
             "engine: &a {kind: custom, core: 'a:B', options: {x: *a}}",
@@ -339,15 +246,6 @@ def test_config_surprise_of_yaml_is_explained(text: str, line: str, tmp_path: Pa
     path = tmp_path / "c.yaml"
     path.write_text(text)
     assert error_text(path) == f"1 fault in the configuration {path}:\n  {line}"
-
-
-def test_config_yaml_written_as_suggested_loads(tmp_path: Path) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_text("sampling: {temperature: 1.0e-3}\nlimits: {cleanup_s: 1.5e+3, batch_s: null}\n")
-    config = load_config(path)
-    assert config.sampling.temperature == 0.001
-    assert config.limits.cleanup_s == 1500.0
-    assert config.limits.batch_s is None
 
 
 def test_config_yaml_merge_key_is_no_duplicate(tmp_path: Path) -> None:
@@ -374,5 +272,3 @@ def test_config_of_paths_that_do_not_exist_is_built(tmp_path: Path) -> None:
         {"model": {"path": "/nowhere", "chat_template": "/no"}, "placement": {"python": "/no/py"}}
     )
     assert config.model.path == "/nowhere"
-    http = RolloutConfig(engine=HttpEngine(urls=("http://a",)), placement=InProcessPlacement())
-    assert http.engine.replicas == 1
