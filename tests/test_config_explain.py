@@ -18,10 +18,9 @@ from rollout.config import (
     SamplingConfig,
     SchedulingConfig,
     SGLangEngine,
-    SimulatedEngine,
     describe_config,
 )
-from rollout.config.explain import row_bytes, unset_paths
+from rollout.config.explain import row_bytes
 
 
 def described(config: RolloutConfig) -> dict[str, str]:
@@ -131,18 +130,7 @@ def test_config_explained_row_holds_the_bytes_of_the_layout() -> None:
                 "teacher",
             },
         ),
-        (
-            RolloutConfig(engine=SimulatedEngine(), placement=InProcessPlacement()),
-            {"generates": "simulated, without a model"},
-        ),
     ],
 )
 def test_config_explained_names_each_kind(config: RolloutConfig, lines: dict[str, str]) -> None:
     assert lines.items() <= described(config).items()
-
-
-def test_config_explained_lists_what_is_not_set() -> None:
-    config = RolloutConfig(limits=LimitsConfig(batch_s=None), seed=1)
-    unset = unset_paths(config)
-    assert "limits.batch_s" in unset
-    assert "seed" not in unset

@@ -224,20 +224,3 @@ def test_config_dump_shares_nothing_with_the_config() -> None:
     dumped["engine"]["scenario"]["a"]["b"].append(2)
     dumped["sampling"]["stop_token_ids"].append(2)
     assert config == RolloutConfig(engine=SimulatedEngine(scenario={"a": {"b": [1]}}))
-
-
-def test_config_dump_of_http_leaves_the_replicas_to_the_urls() -> None:
-    engine = HttpEngine(urls=("http://a", "http://b"))
-    config = RolloutConfig(engine=engine, placement=InProcessPlacement())
-    assert dump_config(config)["engine"] == {
-        "kind": "http",
-        "min_replicas": None,
-        "start_timeout_s": 300.0,
-        "stream_interval": 16,
-        "sleep_between_batches": False,
-        "urls": ["http://a", "http://b"],
-        "api": "sglang",
-        "api_key_variable": None,
-        "max_requests": 1024,
-    }
-    assert config_from_dict(dump_config(config)).engine.replicas == 2
