@@ -121,13 +121,11 @@ def test_cli_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
     ("arguments", "said"),
     [
         ([], "the following arguments are required: COMMAND"),
-        (["run", "c.py"], "the following arguments are required: --prompts, --out"),
         (["demo", "--samples", "0"], "argument --samples: '0': expected an integer ≥ 1"),
         (
             ["run", "c.py", "--prompts", "p", "--out", "o", "--step", str(2**63)],
             f"argument --step: '{2**63}': expected an integer from 0 to {2**63 - 1}",
         ),
-        (["demo", "--seed", "x"], "argument --seed: 'x': expected an integer ≥ 0"),
     ],
 )
 def test_cli_bad_usage_exits_with_2(
@@ -210,14 +208,6 @@ def test_cli_run_with_full_directory_starts_nothing(
     assert (folder / "out" / "mine.txt").read_text() == "precious"
 
 
-def test_cli_run_with_out_at_a_file_starts_nothing(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "out").write_text("")
-    assert run(*CODE) == 2
-    assert capsys.readouterr().err == "error: --out out: cannot be written: Not a directory\n"
-
-
 def test_cli_run_with_faulty_prompts_names_the_line_and_leaves_nothing(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -254,7 +244,6 @@ def test_cli_run_with_engine_that_does_not_start_exits_with_3(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--tools", "no.py"), "--tools no.py: no.py is no file"),
         (
             ("--tools", "config.py"),
             "--tools config.py: no tools; expected functions decorated with "
@@ -266,13 +255,8 @@ def test_cli_run_with_engine_that_does_not_start_exits_with_3(
             ("--reward", "score"),
             "--reward score: expected path.py:function or package.module:function",
         ),
-        (("--reward", "tools.py:no"), "--reward tools.py:no: no such function in tools.py"),
         (("--reward", "tools.py:number"), "--reward tools.py:number: number cannot be called in"),
         (("--reward", "judge.py:two"), "--reward judge.py:two = two (/"),
-        (
-            ("--group-reward", "tools.py:no"),
-            "--group-reward tools.py:no: no such function in tools.py",
-        ),
         (("--group-reward", "judge.py:two"), "--group-reward judge.py:two = two (/"),
         (("--reward", "no.such:f"), "--reward no.such:f: ModuleNotFoundError: No module named 'no"),
         (("--set", "seed"), "1 fault in the configuration config.py with overrides:\n  override ="),
@@ -337,16 +321,6 @@ def test_cli_reward_written_for_verl_is_called_as_verl_does(folder: Path) -> Non
     (sample,) = RolloutBatch.load(folder / "out").samples
     assert sample.reward == 1.0
     assert (sample.extra["data_source"], sample.extra["index"]) == ("sums", 7)
-
-
-def test_cli_check_refuses_a_reward_of_a_wrong_signature(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "judge.py").write_text("def two(question, answer):\n    return 0\n")
-    assert main(["check", "config.py", "--reward", "judge.py:two"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: --reward judge.py:two = two ({folder / 'judge.py'}, line 1): ")
-    assert "cannot be called with one trajectory: missing a required argument: 'answer'" in said
 
 
 def test_cli_verbose_shows_the_log_and_leaves_it_as_it_was(
@@ -470,16 +444,12 @@ def tiny(tmp_path: Path) -> str:
     ("gpus", "options", "said"),
     [
         (0, ["engine.device=cuda"], "engine.device = 'cuda': expected a GPU on this machine; "),
-        (1, ["engine.device=cuda"], ""),
         (None, ["engine.device=cuda"], ""),
-        (2, ["engine.device=cuda:2"], "engine.device = 'cuda:2': expected 3 GPUs on this machine"),
-        (0, ["engine.device=cpu"], ""),
         (
             3,
             ["engine.kind=sglang", "engine.replicas=2", "engine.tensor_parallel=2"],
             "engine.device = 'cuda': expected 4 GPUs on this machine; there are 3",
         ),
-        (0, ["engine.kind=sglang", "engine.device=cpu"], ""),
         (
             0,
             ["engine.kind=sglang", "placement.kind=ray", "placement.address=local"],
@@ -493,7 +463,6 @@ def tiny(tmp_path: Path) -> str:
             "lengths.prompt = 2048: expected less than the engine's context of 2048 tokens, which "
             "an answer must fit into as well",
         ),
-        (0, ["lengths.prompt=2047"], ""),
         (
             0,
             ["lengths.prompt=600", "engine.context_length=512"],
@@ -521,17 +490,6 @@ def test_cli_check_refuses_gpus_that_are_not_there_and_prompts_beyond_the_contex
     assert (code, len(errors.splitlines())) == ((2, 1) if said else (0, 0))
 
 
-def test_cli_check_finds_no_gpu_where_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rollout.cli import gpus
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr(gpus, "_DRIVERS", ())
-    monkeypatch.setattr(subprocess, "run", refuse)
-    assert gpus.count_gpus(None) == 0
-
-
 def test_cli_check_asks_the_engines_interpreter_for_its_gpus(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -544,7 +502,8 @@ def test_cli_check_asks_the_engines_interpreter_for_its_gpus(
     assert gpus.count_gpus(str(python)) == 7
     python.write_text("#!/bin/sh\nexit 1\n")
     assert gpus.count_gpus(str(python)) is None
-    assert gpus.count_gpus("/no/python") is None
+    monkeypatch.setattr(gpus, "_DRIVERS", ())  # no driver: nothing is asked
+    assert gpus.count_gpus(str(python)) == 0
 
 
 def test_cli_check_knows_what_the_tools_file_defines(
@@ -596,13 +555,6 @@ def test_cli_check_says_who_makes_sandboxes_and_refuses_what_needs_one_without(
     assert f"error: {lacks}" in capsys.readouterr().err
 
 
-def test_cli_check_of_unreadable_config_exits_with_2(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["check", "no.toml"]) == 2
-    assert capsys.readouterr().err.startswith("error: 1 fault in the configuration no.toml:\n")
-
-
 LONG = "x" * 300
 NAMED = ("--prompts", "prompts.jsonl", "--out", "out")
 
@@ -612,24 +564,15 @@ NAMED = ("--prompts", "prompts.jsonl", "--out", "out")
     [
         (["run", "config.py", "--prompts", LONG, "--out", "out"], 2, "File name too long"),
         (["run", "config.py", *NAMED, "--tools", LONG], 2, f"{LONG} is no file"),
-        (["run", "config.py", *NAMED, "--reward", f"{LONG}.py:f"], 2, f"{LONG}.py is no file"),
-        (["run", "config.py", *NAMED, "--agents", LONG], 2, "ModuleNotFoundError"),
+        (
+            ["run", "config.py", "--prompts", "prompts.jsonl", "--out", "config.py"],
+            2,
+            "--out config.py: cannot be written: Not a directory",
+        ),
         (["report", LONG], 1, "expected the directory of a run"),
         (["timeline", LONG], 1, "File name too long"),
-        (["replay", LONG, "--trajectory", "a/0"], 2, "File name too long"),
-        (["replay", "no", "--trajectory", "a/0"], 2, "No such file or directory"),
         (["replay", "config.py", "--trajectory", "a/0"], 2, "is no journal"),
-        (["check-template", LONG], 2, "cannot be loaded"),
-        (["check-template", "/dev/null"], 2, "expected a directory"),
         (["check-template", "./no"], 2, "no such directory"),
-        (["check-template", "embedded:foo"], 2, "no such embedded model"),
-        (
-            ["check", "config.py", "--set", r'model.chat_template="a\u0000"'],
-            2,
-            "embedded null byte",
-        ),
-        (["check", "config.py", "--set", r'journal.path="a\u0000"'], 2, "embedded null byte"),
-        (["check", "config.py", "--set", f"model.path={LONG}"], 2, "model.path = "),
         (
             ["run", "config.py", *NAMED, "--set", "observe.path=/dev/null/x"],
             2,
@@ -647,11 +590,10 @@ def test_cli_odd_path_is_told_with_the_documented_code(
     assert not (folder / "out").exists()
 
 
-@pytest.mark.parametrize(("response", "samples"), [(10**13, 1), (10**6, 10**8)])
 def test_cli_batch_that_no_memory_holds_is_refused_before_any_work(
-    folder: Path, capsys: pytest.CaptureFixture[str], response: int, samples: int
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run("--set", f"lengths.response={response}", "--samples", str(samples)) == 2
+    assert run("--set", f"lengths.response={10**6}", "--samples", str(10**8)) == 2
     assert "\n  lengths.prompt + lengths.response = 100" in capsys.readouterr().err
     assert not (folder / "out").exists()
 
@@ -795,8 +737,9 @@ atexit.register(linger)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("moment", ["closing", "exiting"])
+@pytest.mark.parametrize(
+    ("signum", "moment"), [(signal.SIGINT, "closing"), (signal.SIGTERM, "exiting")]
+)
 def test_cli_signal_after_saving_ends_without_a_traceback(
     folder: Path, signum: signal.Signals, moment: str
 ) -> None:
@@ -843,39 +786,6 @@ def test_cli_signal_while_engines_start_ends_them(folder: Path) -> None:
     assert output == ""
     assert errors == "interrupted before a trajectory had started; nothing is saved\n"
     assert list((folder / "out").iterdir()) == []
-
-
-#: What collates a batch is imported slowly: engines serve before a batch can begin.
-LOADS_LATE = """
-import anyio
-from rollout.cli import foreground
-
-load = foreground._Run.load
-
-async def load_late(self):
-    while self.runtime is None:
-        await anyio.sleep(0.01)
-    print("here", file=sys.stderr, flush=True)
-    while self.signal is None:
-        await anyio.sleep(0.01)
-    await load(self)
-
-foreground._Run.load = load_late
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_cli_signal_before_the_batch_begins_ends_it(folder: Path, signum: signal.Signals) -> None:
-    (folder / "tools.py").write_text(TOOLS + LOADS_LATE)
-    arguments = ["run", "config.py", "--prompts", "prompts.jsonl", "--out", "out", *CODE]
-    with rollout_process(folder, *arguments) as process:
-        wait_for(process, "here")
-        process.send_signal(signum)
-        output, errors = process.communicate(timeout=END_S)
-        assert process.returncode == 128 + signum
-    assert output == ""
-    assert errors == "interrupted before a trajectory had started; nothing is saved\n"
 
 
 def test_cli_reader_that_leaves_changes_nothing(folder: Path) -> None:
@@ -974,14 +884,9 @@ def test_cli_tools_of_several_files_are_offered_together(folder: Path) -> None:
     (folder / "more.py").write_text(MORE_TOOLS.format(name="once"))
     (folder / "again.py").write_text("from more import once\n" + MORE_TOOLS.format(name="twice"))
     options = ("--agents", "all_tools.py", "--set", "agent.name=cli_all", "--overwrite")
-    for several in (
-        ("--tools", "more.py", "--tools", "tools.py", "--tools", "finish"),
-        ("--tools", "more.py,tools.py,finish"),
-        ("--tools", "more.py", "--tools", "tools.py,finish", "--tools", "./more.py"),
-    ):
-        assert run(*several, *options) == 0
-        for row in RolloutBatch.load(folder / "out").samples:
-            assert {"once", "finish"} < {*row.extra["tools"]}
+    several = ("--tools", "more.py", "--tools", "tools.py,finish", "--tools", "./more.py")
+    assert run(*several, *options) == 0
+    assert {"once", "finish"} < {*RolloutBatch.load(folder / "out").samples[0].extra["tools"]}
     # A module that one file imports and another option names is not run as one.
     assert run("--tools", "again.py", *options) == 0
     assert RolloutBatch.load(folder / "out").samples[0].extra["tools"] == ["once", "twice"]

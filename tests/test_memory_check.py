@@ -19,7 +19,6 @@ FACTS = {
     "dtype": "bfloat16",
 }
 CPU = ("engine.dtype=bfloat16",)
-CUDA = ("engine.device=cuda",)
 SGLANG = ("engine.kind=sglang",)
 RAY = ("engine.kind=sglang", "placement.kind=ray", "placement.address=local")
 
@@ -68,18 +67,7 @@ def errors_of(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, l
             "12 GiB × 2 (engine.replicas) = 24 GiB, this machine has 16 GiB; "
             "expected fewer engine.replicas, or more memory",
         ),
-        (
-            ("engine.kind=sglang", "engine.device=cpu", "engine.replicas=2"),
-            "12 GiB × 2 (engine.replicas) = 24 GiB, this machine has 16 GiB; "
-            "expected fewer engine.replicas, or more memory",
-        ),
-        (CUDA, "12 GiB, its GPU has 8 GiB; expected a smaller model, or more memory"),
         (("engine.device=cuda:1",), "12 GiB, its GPU has 10 GiB; expected a smaller model, "),
-        (
-            (*SGLANG, "engine.memory_fraction=0.5"),
-            "12 GiB, engine.memory_fraction = 0.5 of 8 GiB of its GPU is 4 GiB; "
-            "expected a larger engine.tensor_parallel, or more memory",
-        ),
         (
             (*SGLANG, "engine.memory_fraction=0.5", "engine.tensor_parallel=2"),
             "12 GiB ÷ 2 GPUs = 6 GiB, engine.memory_fraction = 0.5 of 8 GiB of its GPU is 4 GiB; ",
@@ -125,11 +113,10 @@ def test_cli_check_counts_the_weights_that_an_index_names_once(
     assert "its weights take 18 GiB, this machine has 16 GiB" in error
 
 
-@pytest.mark.parametrize("facts", [FACTS, {}])
 def test_cli_check_takes_the_size_of_files_without_a_header(
-    model: Path, facts: dict[str, object], capsys: pytest.CaptureFixture[str]
+    model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (model / "config.json").write_text(json.dumps(facts))
+    (model / "config.json").write_text("{}")
     with (model / "model.safetensors").open("wb") as opened:
         opened.truncate(40 * GIB)
     _, (error,) = errors_of(capsys)
