@@ -1,7 +1,11 @@
-"""Runs on disk as `rollout run --out` leaves them, made up: with or without a fault."""
+"""Runs on disk as `rollout run --out` leaves them, made up, and what their reports hold."""
 
 from __future__ import annotations
 
+import base64
+import json
+import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,7 @@ from rollout.observe.events import (
     TrajectoryStarted,
     TurnEnded,
 )
+from rollout.observe.report import RunReport, write_report
 from rollout.testing import simulated_tokenizer
 from rollout.types import DRIFT, Message, Outcome, Prompt, ToolCall
 
@@ -279,3 +284,28 @@ def _generate(transcript: Transcript, ids: list[int], *, version: int, finish: s
     log_probs = [-0.01 * (at * at % 300) for at in range(len(ids))]
     versions = [(version, len(ids))]
     transcript.append_generated(ids, log_probs, versions=versions, finish_reason=finish)
+
+
+def findings(directory: Path) -> list[tuple[str, str]]:
+    report = RunReport(directory)
+    report.write()
+    return [(finding.kind, finding.title) for finding in report.findings]
+
+
+def page_of(directory: Path, **options: Any) -> str:
+    return write_report(directory, **options).read_text(encoding="utf-8")
+
+
+def data_of(page: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="report">(.*?)</script>', page, re.S)
+    assert found is not None
+    data: dict[str, Any] = json.loads(found[1])
+    return data
+
+
+def unpacked(page: str, name: str) -> tuple[Any, bytes]:
+    found = re.search(rf'<script type="application/octet-stream" id="{name}">([^<]*)<', page)
+    assert found is not None
+    data = zlib.decompress(base64.b64decode(found[1]))
+    length = int.from_bytes(data[:4], "little")
+    return json.loads(data[4 : 4 + length]), data[4 + length :]

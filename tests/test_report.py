@@ -6,16 +6,14 @@ import base64
 import hashlib
 import json
 import re
-import zlib
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 import observed
-from report_runs import MadeUpRun
+from report_runs import MadeUpRun, data_of, findings, page_of, unpacked
 from rollout import RolloutBatch, open_rollout
 from rollout.batch.records import trajectory_from_line
 from rollout.cli import main
@@ -33,18 +31,11 @@ from rollout.testing import Scenario, run_virtual, tool_call
 DECODE = load_decoder("simulated")
 
 
-def findings(directory: Path) -> list[tuple[str, str]]:
-    report = RunReport(directory)
-    report.write()
-    return [(finding.kind, finding.title) for finding in report.findings]
-
-
 @pytest.mark.parametrize(
     ("fault", "kind", "title"),
     [
         ({"tool_s": 6.0}, "slow_tool", "The tool 'search' is slow: it takes 70 % of"),
         ({"shares": (15, 1)}, "starved_replica", "Replica replica-1 is starved"),
-        ({"replicas": 4, "shares": (5, 5, 5)}, "starved_replica", "Replica replica-3 is starved"),
         (
             {"replicas": 4, "shares": (37, 1, 1, 1)},
             "starved_replica",
@@ -56,15 +47,17 @@ def findings(directory: Path) -> list[tuple[str, str]]:
             "Replica replica-2 gave no token for 80 of 80 requests",
         ),
         ({"blocked_s": 0.4}, "blocked_loop", "The event loop was blocked for 3.2 s"),
-        ({"blocked_s": 0.11}, "blocked_loop", "The event loop was blocked for 0.9 s"),
-        ({"groups": 4, "blocked_s": 0.27, "blocks": 1}, "blocked_loop", "The event loop was"),
         ({"losses": 3}, "flapping_replica", "Replica replica-1 flaps: it was lost 3 times"),
         ({"losses": 1}, "lost_replica", "Replica replica-1 was lost 1 time"),
         ({"cut": 6}, "truncated", "A majority of trajectories (60 %) were cut by length"),
         ({"equal": 9}, "no_signal", "90 % of groups give no signal"),
-        ({"groups": 5, "equal": 4}, "no_signal", "80 % of groups give no signal"),
         ({"unparsed": 9}, "calls_not_parsed", "47 % of calls could not be parsed"),
         ({"drifting": 3}, "drift", "Text and tokens drift apart in 30 % of trajectories"),
+        (
+            {"drifting": 1, "compared": 4},
+            "drift",
+            "Text and tokens drift apart in 4 of 16 trajectories that were compared",
+        ),
     ],
 )
 def test_finding_of_a_planted_fault_comes_first(
@@ -78,14 +71,7 @@ def test_finding_of_a_planted_fault_comes_first(
 
 @pytest.mark.parametrize(
     "size",
-    [
-        {},
-        {"groups": 2},
-        {"groups": 3, "equal": 2},
-        {"groups": 4, "equal": 3},
-        {"groups": 40, "replicas": 4},
-        {"unparsed": 2},
-    ],
+    [{"groups": 2}, {"groups": 4, "equal": 3}, {"groups": 40, "replicas": 4}, {"unparsed": 2}],
 )
 def test_findings_of_a_healthy_run_are_none(tmp_path: Path, size: dict[str, int]) -> None:
     assert findings(MadeUpRun(**size).write(tmp_path)) == []
@@ -94,7 +80,6 @@ def test_findings_of_a_healthy_run_are_none(tmp_path: Path, size: dict[str, int]
 @pytest.mark.parametrize(
     ("compared", "said"),
     [
-        ({}, "blocked, texts and tokens agree, and"),
         ({"compared": 2}, "agree in all 20 trajectories that were compared, of 100, and"),
         ({"compared": 0}, "texts and tokens were not compared (agent.tokenization_check), and"),
     ],
@@ -104,13 +89,6 @@ def test_page_of_a_healthy_run_says_how_many_texts_were_compared(
 ) -> None:
     directory = MadeUpRun(groups=25, **compared).write(tmp_path)
     assert said in data_of(page_of(directory))["looked_for"]
-
-
-def test_finding_of_drift_in_a_sample_says_how_many_were_compared(tmp_path: Path) -> None:
-    directory = MadeUpRun(drifting=1, compared=4).write(tmp_path)
-    assert findings(directory) == [
-        ("drift", "Text and tokens drift apart in 4 of 16 trajectories that were compared")
-    ]
 
 
 def test_findings_of_few_trajectories_on_many_replicas_are_none(tmp_path: Path) -> None:
@@ -158,25 +136,6 @@ def test_findings_without_events_are_of_what_trajectories_say(tmp_path: Path) ->
     assert kinds == ["slow_tool", "truncated"]
 
 
-def page_of(directory: Path, **options: Any) -> str:
-    return write_report(directory, **options).read_text(encoding="utf-8")
-
-
-def data_of(page: str) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="report">(.*?)</script>', page, re.S)
-    assert found is not None
-    data: dict[str, Any] = json.loads(found[1])
-    return data
-
-
-def unpacked(page: str, name: str) -> tuple[Any, bytes]:
-    found = re.search(rf'<script type="application/octet-stream" id="{name}">([^<]*)<', page)
-    assert found is not None
-    data = zlib.decompress(base64.b64decode(found[1]))
-    length = int.from_bytes(data[:4], "little")
-    return json.loads(data[4 : 4 + length]), data[4 + length :]
-
-
 def test_page_packs_every_token_with_its_log_prob(tmp_path: Path) -> None:
     directory = MadeUpRun().write(tmp_path)
     lines = (directory / "trajectories.jsonl").read_bytes().splitlines()
@@ -208,7 +167,7 @@ def test_page_is_closed_against_everything_but_its_own_script(tmp_path: Path) ->
     assert not re.search(r"(src|href)=[\"']?(https?:)?//", page)
 
 
-@pytest.mark.parametrize("text", ["</script>", "<!--", "]]>", "\u2028", "&lt;", "'\"`${}"])
+@pytest.mark.parametrize("text", ["</script>", "<!--", "\u2028"])
 def test_text_embedded_in_the_page_is_read_back_and_closes_nothing(text: str) -> None:
     told = embedded({"text": text})
 
@@ -290,9 +249,7 @@ def test_report_of_no_run_is_refused(tmp_path: Path, make: Any, message: str) ->
     ("changes", "fault"),
     [
         ({"uid": 3}, ".*`str`"),
-        ({"uid": "\udcff"}, "'utf-8' codec can't decode byte"),
         ({"spans": [{"kind": "prompt", "ids": [-1]}]}, ".*-1 out of bounds"),
-        ({"metrics": {"tool_calls": "many"}}, "could not convert string to float"),
     ],
 )
 def test_report_of_a_line_that_is_no_trajectory_names_it(
@@ -374,7 +331,7 @@ def test_command_that_cannot_says_why(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("seconds", ["0", "-1", "inf", "soon"])
+@pytest.mark.parametrize("seconds", ["0", "inf", "soon"])
 def test_command_refuses_seconds_that_are_none(
     capsys: pytest.CaptureFixture[str], seconds: str
 ) -> None:
@@ -383,16 +340,8 @@ def test_command_refuses_seconds_that_are_none(
     assert "expected seconds > 0" in capsys.readouterr().err
 
 
-def test_events_of_the_made_up_run_are_those_of_the_library(tmp_path: Path) -> None:
-    directory = MadeUpRun(groups=1).write(tmp_path)
-    lines = (directory / EVENTS).read_bytes().splitlines()
-    kinds = {msgspec.json.decode(line)["kind"] for line in lines}
-    assert {"run_started", "batch_started", "request_ended", "tool_ended", "run_ended"} <= kinds
-
-
-@pytest.mark.parametrize("journal", ["", "elsewhere/journal"])
 def test_report_of_a_run_that_did_not_come_to_save_shows_what_its_journal_has(
-    tmp_path: Path, journal: str
+    tmp_path: Path,
 ) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "hello", "uid": "a"}\n{"prompt": "you", "uid": "b"}\n')
@@ -400,13 +349,12 @@ def test_report_of_a_run_that_did_not_come_to_save_shows_what_its_journal_has(
     config.write_text(
         "from rollout import JournalConfig\n"
         "from rollout.testing import Scenario\n"
-        f"journal = JournalConfig(path={str(tmp_path / journal) if journal else None!r})\n"
+        f"journal = JournalConfig(path={str(tmp_path / 'elsewhere')!r})\n"
         'config = Scenario(seed=1).reply("", "Certainly.").config(journal=journal)\n'
     )
     directory = tmp_path / "out"
     command = ["run", str(config), "--prompts", str(prompts), "--out", str(directory)]
     assert main(command) == 0
-    assert (directory / "trajectories.journal").exists() == (not journal)
     report = RunReport(directory)
     whole = data_of(report.write().read_text())["rows"]
     saved = directory / "trajectories.jsonl"

@@ -31,9 +31,8 @@ def told(calls: list[dict[str, Any]]) -> list[str]:
     return [f"{call['name']}({json.dumps(call['arguments'])}) {call['result']}" for call in calls]
 
 
-@pytest.mark.parametrize("at", [0, 1])
-def test_turns_of_every_segment_have_their_own_calls(tmp_path: Path, at: int) -> None:
-    rows = rows_of(write_segments(tmp_path), at)
+def test_turns_of_every_segment_have_their_own_calls(tmp_path: Path) -> None:
+    rows = rows_of(write_segments(tmp_path), 0)
 
     called = [[told(calls) for calls in turns] for turns in calls_of(rows)]
 
@@ -87,22 +86,12 @@ ASKED = SavedMessage(role="user", content="please")
             [said("", "a"), heard("1"), said(""), ASKED, said("no"), ASKED, said("", "b")],
             [["a 1"], [], ["b -"]],
         ),
-        # Ids that an agent appended by itself are in no message.
-        (
-            ("ASK", "<a>", "TOLD", "TOLD", "<b>"),
-            [said("", "a"), heard("1"), said("", "b")],
-            [["a 1"], ["b -"]],
-        ),
-        # A branch that goes on within a turn of its parent's.
-        (("ASK", "A <", "a>"), [said("", "z"), said("", "a"), heard("1")], [["a 1"]]),
         # Answers out of order, by what they answer; an answer to what is no call.
         (
             ("ASK", "<a><b>"),
             [said("", "a", "b"), heard("2", name="b"), heard("1", name="a"), heard("not JSON")],
             [["a 1", "b 2", " not JSON"]],
         ),
-        # Answers without names.
-        (("ASK", "<a><b>"), [said("", "a", "b"), heard("1"), heard("2")], [["a 1", "b 2"]]),
     ],
 )
 def test_calls_are_those_of_the_message_that_a_span_ends(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import msgspec
 import pytest
 
 import observed
-from report_runs import MadeUpRun
+from report_runs import MadeUpRun, data_of, findings, unpacked
 from rollout import Message, Prompt, RolloutBatch, open_rollout
 from rollout.chat.trajectory import Trajectory
 from rollout.config import JournalConfig, ObserveConfig, SchedulingConfig, SimulatedEngine
@@ -31,11 +32,12 @@ from rollout.observe.events import (
 )
 from rollout.observe.report import RunReport
 from rollout.testing import Scenario, run_virtual
-from test_report import data_of, findings, unpacked
 
 
-def training(directory: Path, journal: Path | None = None) -> list[RolloutBatch]:
-    """The batches of three steps; after each of them the trainer trains for 20 s."""
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[RolloutBatch]]:
+    """A run of three steps, and its batches; after each of them the trainer trains for 20 s."""
+    directory = tmp_path_factory.mktemp("trained")
     config = (
         Scenario(seed=3)
         .reply("sum", "ok", filler={"median": 200, "sigma": 0.3, "max": 400})
@@ -43,7 +45,7 @@ def training(directory: Path, journal: Path | None = None) -> list[RolloutBatch]
             engine=SimulatedEngine(replicas=2),
             scheduling=SchedulingConfig(samples_per_prompt=4),
             observe=ObserveConfig(path=str(directory)),
-            journal=JournalConfig(path=None if journal is None else str(journal)),
+            journal=JournalConfig(path=str(directory / "trajectories.journal")),
         )
     )
 
@@ -59,12 +61,21 @@ def training(directory: Path, journal: Path | None = None) -> list[RolloutBatch]
                 await anyio.sleep(20)
         return batches
 
-    return run_virtual(body)
+    return directory, run_virtual(body)
 
 
-def test_findings_of_steps_with_a_trainers_work_between_them_are_none(tmp_path: Path) -> None:
-    batches = training(tmp_path)
-    batches[-1].save(tmp_path)
+@pytest.fixture
+def training(trained: tuple[Path, list[RolloutBatch]], tmp_path: Path) -> list[RolloutBatch]:
+    """The batches of that run, which is also in `tmp_path`."""
+    directory, batches = trained
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    return batches
+
+
+def test_findings_of_steps_with_a_trainers_work_between_them_are_none(
+    tmp_path: Path, training: list[RolloutBatch]
+) -> None:
+    training[-1].save(tmp_path)
 
     report = RunReport(tmp_path)
     data = data_of(report.write().read_text())
@@ -75,10 +86,8 @@ def test_findings_of_steps_with_a_trainers_work_between_them_are_none(tmp_path: 
 
 
 def test_report_of_a_journal_of_several_steps_shows_all_of_their_trajectories(
-    tmp_path: Path,
+    tmp_path: Path, training: list[RolloutBatch]
 ) -> None:
-    batches = training(tmp_path, tmp_path / "trajectories.journal")
-
     page = RunReport(tmp_path).write().read_text()
     data = data_of(page)
 
@@ -88,11 +97,11 @@ def test_report_of_a_journal_of_several_steps_shows_all_of_their_trajectories(
     assert rows["name"][40] == f"step 1: {rows['uid'][40]}/{rows['member'][40]}"
     told = {name: (value, note) for name, value, note in data["summary"]}
     assert told["trajectories"] == ("96", "of 24 prompts")
-    seconds = sum(batch.metrics["batch_s"] for batch in batches)
+    seconds = sum(batch.metrics["batch_s"] for batch in training)
     assert told["took"][0] == f"{seconds:.1f} s"
     assert told["took"][1].startswith("in 3 calls, ")
     decoded = [decoding(page, at) for at in range(96)]
-    ends = [batch.metrics["batch_s"] for batch in batches]
+    ends = [batch.metrics["batch_s"] for batch in training]
     assert max(end for _, end in decoded[:32]) <= ends[0] + 0.01
     assert min(start for start, _ in decoded[64:]) >= ends[0] + ends[1] + 40
 
@@ -103,8 +112,10 @@ def decoding(page: str, row: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("step", [0, 2])
-def test_report_of_one_step_of_several_is_of_that_steps_time(tmp_path: Path, step: int) -> None:
-    batch = training(tmp_path)[step]
+def test_report_of_one_step_of_several_is_of_that_steps_time(
+    tmp_path: Path, training: list[RolloutBatch], step: int
+) -> None:
+    batch = training[step]
     batch.save(tmp_path)
 
     page = RunReport(tmp_path).write().read_text()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +9,11 @@ import anyio
 import pytest
 
 import observed
-from report_runs import MadeUpRun
+from report_runs import MadeUpRun, data_of, page_of
 from rollout import GroupPolicy, open_rollout
 from rollout.config import ObserveConfig, SchedulingConfig
 from rollout.errors import RolloutError
-from rollout.observe.report import write_report
 from rollout.testing import Scenario, run_virtual
-
-
-def data_of(directory: Path) -> dict[str, Any]:
-    """What the page of a run holds."""
-    page = write_report(directory).read_text(encoding="utf-8")
-    found = re.search(r'<script type="application/json" id="report">(.*?)</script>', page, re.S)
-    assert found is not None
-    data: dict[str, Any] = json.loads(found[1])
-    return data
 
 
 def test_report_of_a_call_that_raised_says_what_failed_without_trajectories(
@@ -45,7 +33,7 @@ def test_report_of_a_call_that_raised_says_what_failed_without_trajectories(
                 await runtime.generate(observed.prompts("a please sum", "b please sum"), step=3)
 
     run_virtual(body)
-    data = data_of(tmp_path)
+    data = data_of(page_of(tmp_path))
 
     found = {each["kind"]: each for each in data["findings"]}
     calls, failures = found["failed_calls"], found["failures"]
@@ -68,11 +56,13 @@ def test_report_names_every_cause_of_failure_with_its_count(tmp_path: Path) -> N
 
     async def body() -> None:
         async with open_rollout(observed.SCENARIO.config(), [observed.add], reward) as runtime:
-            batch = await runtime.generate(observed.prompts(*map(str, range(100))))
+            batch = await runtime.generate(observed.prompts(*map(str, range(40))))
             batch.save(tmp_path)
 
     run_virtual(body)
-    (failures,) = [each for each in data_of(tmp_path)["findings"] if each["kind"] == "failures"]
+    (failures,) = [
+        each for each in data_of(page_of(tmp_path))["findings"] if each["kind"] == "failures"
+    ]
     causes = failures["text"].splitlines()[1:]
     assert [each.partition(" × ")[2] for each in causes] == [
         f"failed (reward): RuntimeError: cause {number} {long}" for number in range(6)
@@ -84,7 +74,7 @@ def test_report_of_events_alone_says_what_was_looked_at(tmp_path: Path) -> None:
     directory = MadeUpRun().write(tmp_path)
     (directory / "trajectories.jsonl").unlink()
 
-    data = data_of(directory)
+    data = data_of(page_of(directory))
 
     assert data["findings"] == []
     assert data["looked_for"].startswith("Nothing stands out: ")
@@ -109,7 +99,7 @@ def test_report_of_groups_says_how_many_were_asked_for_and_leaves_out_carried_ti
             await runtime.collect([], 1, step=5)
 
     run_virtual(body)
-    data = data_of(tmp_path)
+    data = data_of(page_of(tmp_path))
 
     assert ["collect()", "step 5, 1 group"] in data["run"]
     assert sum(seconds for _, seconds in data["spent"]) < 500.0
