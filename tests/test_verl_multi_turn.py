@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -52,21 +50,12 @@ def test_trainers_file_becomes_settings_and_paths(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("theirs", "ours"), [("left", "right"), ("right", "left")])
-@pytest.mark.parametrize("outer", [("rollout", "multi_turn"), ("multi_turn",)])
-def test_sides_are_swapped_wherever_the_section_stands(
-    outer: tuple[str, ...], theirs: str, ours: str
-) -> None:
-    config: Mapping[str, Any] = {"tool_response_truncate_side": theirs, "enable": False}
-    for key in reversed(outer):
-        config = {key: config}
-    assert load_verl_multi_turn(config).settings == {"tools": {"truncate_side": ours}}
+def test_section_that_stands_alone_is_read_too() -> None:
+    config = {"multi_turn": {"tool_response_truncate_side": "right", "enable": False}}
+    assert load_verl_multi_turn(config).settings == {"tools": {"truncate_side": "left"}}
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [("hermes", "hermes"), ("gpt-oss", "gpt_oss"), ("kimi", "kimi_k2"), ("glm", "glm4")],
-)
+@pytest.mark.parametrize(("theirs", "ours"), [("gpt-oss", "gpt_oss"), ("kimi", "kimi_k2")])
 def test_formats_have_our_names(theirs: str, ours: str) -> None:
     found = load_verl_multi_turn({"multi_turn": {"format": theirs}}).settings
     assert found == {"agent": {"tool_format": ours}}

@@ -12,7 +12,6 @@ import pytest
 
 import executors
 from rollout.errors import ToolError
-from rollout.integrations.verl.tools import VerlSchema
 from rollout.tools import (
     ToolExecutor,
     ToolResult,
@@ -23,7 +22,6 @@ from rollout.tools import (
 from rollout.tools.tool import open_tools
 from rollout.types import ToolCall
 from rollout.worker_threads import WorkerThreads
-from slow_cases import slow_after
 
 pytestmark = pytest.mark.process
 CLASSES = '''
@@ -133,9 +131,10 @@ def written(directory: Path, text: str, name: str = "tools.yaml") -> Path:
     return path
 
 
-@pytest.fixture(params=slow_after(1, ["trio", "asyncio"]))
-def anyio_backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture
+def anyio_backend() -> str:
+    """verl's classes need asyncio's thread, so time is real."""
+    return "trio"
 
 
 @pytest.fixture
@@ -204,8 +203,6 @@ tools:
   - class_name: verl_style_classes.Plain
     config: {type: remote}
   - class_name: verl_style_classes.Plain
-    config: 3
-  - class_name: verl_style_classes.Plain
     config: {url: "${oc.env:URL}"}
   - class_name: verl_style_classes.Plain
     tool_schema: {parameters: {}}
@@ -225,9 +222,8 @@ tools:
             f"tools[5]: {path}: tools[5] Mute has no method execute: expected verl's tool protocol",
             "tools[6].mcp = None: expected mcp_servers_config_path in it",
             "tools[7].config.type = 'remote': expected 'native' or 'mcp'",
-            "tools[8].config = 3: expected a mapping",
-            "tools[9].config.url = '${oc.env:URL}': interpolation is not resolved; write the value",
-            "tools[10].tool_schema = {'parameters': {}}: expected {'type': 'function', 'function': "
+            "tools[8].config.url = '${oc.env:URL}': interpolation is not resolved; write the value",
+            "tools[9].tool_schema = {'parameters': {}}: expected {'type': 'function', 'function': "
             "{'name': ..., 'parameters': {...}}}",
         ]
     )
@@ -237,7 +233,6 @@ tools:
     ("text", "message"),
     [
         ("tools: []", "tools = []; expected a list of tools"),
-        ("- a", "tools = None; expected a list of tools"),
         ("tools: [", "no YAML: while parsing a flow node expected the node content"),
     ],
 )
@@ -254,7 +249,6 @@ SHOP = Path(__file__).parents[1] / "examples" / "mcp_tools" / "server.py"
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("anyio_backend", ["trio"])
 async def test_verl_entry_of_mcp_servers_is_connected(
     executor: Callable[..., ToolExecutor], directory: Path
 ) -> None:
@@ -282,7 +276,6 @@ tools:
     ("text", "message"),
     [
         ("{", "no JSON: Input data was truncated"),
-        ("[]", "mcpServers = None; expected servers by name"),
         (
             '{"mcpServers": {"shop": {"port": 1}}}',
             "mcpServers.shop = {'port': 1}: expected a url or a command",
@@ -456,11 +449,6 @@ def first() -> str:
 def second() -> str:
     """Two."""
     return "2"
-
-@rollout.register_agent("foreign_tools_twice")
-class Agent(rollout.AgentLoop):
-    async def run(self, context):
-        await context.generate()
 '''
     path = written(directory, text, "twice.py")
     for _ in range(2):
@@ -471,25 +459,3 @@ class Agent(rollout.AgentLoop):
     from verl.tools.function_tool import FUNCTION_TOOL_REGISTRY  # type: ignore[import-not-found]
 
     assert set(FUNCTION_TOOL_REGISTRY) == {"foreign", "first"}
-
-
-def test_verl_schema_reads_what_verls_models_have_by_default() -> None:
-    schema = VerlSchema(
-        {
-            "type": "function",
-            "function": {
-                "name": "f",
-                "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
-            },
-        }
-    )
-    function = schema.function
-    assert (function.description, function.strict) == (None, None)
-    assert function.parameters.required == []
-    a = function.parameters.properties["a"]
-    assert (a.type, a.description, a.enum) == ("string", None, None)
-    bare = VerlSchema({"type": "function", "function": {"name": "g"}}).function
-    assert (bare.parameters.type, bare.parameters.properties) == ("object", {})
-    assert bare.parameters.model_dump() == {"type": "object", "properties": {}, "required": []}
-    with pytest.raises(AttributeError, match="the tool's schema has no 'nmae'"):
-        bare.nmae  # noqa: B018
