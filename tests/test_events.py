@@ -13,7 +13,6 @@ from rollout.observe.event_stream import EventStream
 from rollout.observe.events import (
     AnyEvent,
     LoopBlocked,
-    ReplicaChanged,
     RunEnded,
     RunStarted,
     TurnEnded,
@@ -88,27 +87,6 @@ def test_event_stream_reader_that_raises_is_not_called_again(
         events.emit(RunEnded(at=at))
     assert [event.at for event in read] == [1.0, 2.0]
     assert caplog.text.count("it is not called again") == 1
-
-
-def test_event_stream_reader_of_some_kinds_gets_no_others() -> None:
-    events, some, all_of_them = EventStream(), list[AnyEvent](), list[AnyEvent]()
-    changed = ReplicaChanged(at=1.0, replica="a", state="serving")
-    events.emit(changed)
-
-    def take(event: AnyEvent, subject: object) -> None:
-        some.append(event)
-
-    events.attach(take, kinds={RunEnded})  # type: ignore[arg-type]
-    events.emit(changed)
-    events.attach(lambda event, subject: all_of_them.append(event))  # type: ignore[arg-type]
-    events.emit(changed)
-    events.emit(RunEnded(at=2.0))
-    assert some == [RunEnded(at=2.0)]
-    assert all_of_them == [changed, RunEnded(at=2.0)]
-    events.detach(take)  # type: ignore[arg-type]
-    events.emit(RunEnded(at=3.0))
-    assert len(some) == 1
-    assert len(all_of_them) == 3
 
 
 def test_docs_events_each_kind_with_its_fields_is_listed() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from observed import TOOL_S, of_kind, prompts
 from rollout import RolloutError
 from rollout.config import ObserveConfig
 from rollout.observe import read_events
-from rollout.observe.event_stream import EventStream
 from rollout.observe.events import (
     BatchEnded,
     BatchStarted,
@@ -35,7 +33,6 @@ from rollout.observe.events import (
     TurnEnded,
     TurnStarted,
 )
-from rollout.observe.user_spans import enter_trajectory
 from rollout.testing import Scenario
 
 
@@ -88,27 +85,6 @@ def test_trace_outside_a_trajectory_calls_the_function_alone() -> None:
         observed.rollout.trace(3)  # type: ignore[call-overload]
 
 
-def test_trace_lets_the_users_error_through_where_its_text_cannot_be_made() -> None:
-    class Unsaid(Exception):
-        def __str__(self) -> str:
-            raise RuntimeError("no text")
-
-    @observed.rollout.trace
-    def fail() -> None:
-        raise Unsaid
-
-    events, told = EventStream(), list[Any]()
-    events.attach(lambda event, _: told.append(event))
-
-    def body() -> None:
-        enter_trajectory(events, 1)
-        with pytest.raises(Unsaid):
-            fail()
-
-    copy_context().run(body)
-    assert [each.error for each in told] == ["Unsaid: (its message cannot be shown)"]
-
-
 def test_run_events_errors_are_told_where_they_were() -> None:
     _, events = observed.run(prompts("break please break", "bad please sum"))
     failed = [each for each in of_kind(events, ToolEnded) if each.is_error]
@@ -134,26 +110,6 @@ def test_run_path_events_of_the_run_are_on_disk(tmp_path: Path) -> None:
     assert of_kind(events, ReplicaSampled)
     assert of_kind(events, RuntimeSampled)
     assert [each.at for each in events] == sorted(each.at for each in events)
-
-
-def test_run_without_reader_makes_no_event_and_writes_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(*_: object, **__: object) -> None:
-        raise AssertionError("an event was made")
-
-    monkeypatch.setattr("rollout.agents.generating.TurnEnded", made)
-    monkeypatch.setattr("rollout.scheduling.trajectory_events.TrajectoryEnded", made)
-    monkeypatch.setattr("rollout.engine.pool.request_runner.RequestEnded", made)
-    monkeypatch.setattr("rollout.tools.calls.ToolEnded", made)
-    config = observed.SCENARIO.config()
-
-    async def body() -> object:
-        async with observed.rollout.open_rollout(config, [observed.add]) as runtime:
-            return await runtime.generate(prompts("add please sum"))
-
-    batch = observed.run_virtual(body)
-    assert batch.metrics["outcomes/completed"] == 1  # type: ignore[attr-defined]
-    with pytest.raises(RolloutError, match=r"set observe.path"):
-        batch.timeline("nowhere.json")  # type: ignore[attr-defined]
 
 
 def test_batch_metrics_say_where_time_and_tokens_went() -> None:

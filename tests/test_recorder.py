@@ -78,26 +78,6 @@ async def test_recorder_engine_of_ones_own_is_watched_too() -> None:
     assert [t.outcome for t in batch.trajectories] == [Outcome.LENGTH] * 3
 
 
-async def test_recorder_plain_functions_become_tools_and_are_watched() -> None:
-    async def shout(word: str) -> str:
-        """Say it louder.
-
-        Args:
-            word: What to say.
-        """
-        return word.upper()
-
-    recorder = Recorder()
-    scenario = Scenario(seed=1).reply("go", tool_call("shout", word="hey")).then("Done.")
-    async with recorder.open_rollout(scenario.config(), tools=[shout]) as runtime:
-        batch = await runtime.generate([user("go")])
-    assert recorder.anomalies() == []
-    (call,) = runtime.calls
-    (use,) = call.all_uses()
-    assert (use.name, len(use.runs), use.closes) == ("shout", 1, 1)
-    assert batch.trajectories[0].answer == "Done."
-
-
 async def test_recorder_trajectory_that_was_tampered_with_is_an_anomaly() -> None:
     recorder = Recorder()
     config = Scenario().reply("", "ok").config()
@@ -111,21 +91,6 @@ async def test_recorder_trajectory_that_was_tampered_with_is_an_anomaly() -> Non
         "response_mask[0, 0] is 0; expected 1",
         "0/prompt-0/0: a reward that nobody was asked for",
     ]
-
-
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_recorder_on_asyncio_balances_after_a_cancellation() -> None:
-    recorder = Recorder()
-    scenario = SLOW.timing(base_s=0.01, slope_s=0.0, prefill_tokens_per_s=None)
-    async with recorder.open_rollout(scenario.config()) as runtime:
-        with anyio.move_on_after(0.3):
-            await runtime.generate([user("go"), user("on")])
-        batch = await runtime.generate([user("again", sampling={"max_new_tokens": 4})])
-    assert recorder.anomalies() == []
-    assert batch.trajectories[0].outcome is Outcome.LENGTH
-    balance = balance_of(runtime)
-    assert balance.is_even
-    assert balance.undelivered > 0
 
 
 async def _example(recorder: Recorder) -> None:

@@ -14,6 +14,7 @@ from observed import TOOL_S, prompts
 from rollout import AgentLoop, Group, GroupPolicy, RolloutBatch, open_rollout, register_agent
 from rollout.cli import main
 from rollout.config import AgentConfig, ObserveConfig, SchedulingConfig
+from rollout.errors import RolloutError
 from rollout.observe import read_events
 from rollout.observe.events import (
     GroupEnded,
@@ -148,13 +149,6 @@ def test_cli_timeline_of_a_run_is_written_and_a_missing_one_is_named(
     assert "cannot be read" in capsys.readouterr().err
 
 
-def test_batch_load_timeline_is_that_of_the_saved_run(tmp_path: Path) -> None:
-    batch, _ = observed.run(prompts("add please sum"), ObserveConfig(path=str(tmp_path)))
-    batch.save(tmp_path)
-    RolloutBatch.load(tmp_path).timeline(tmp_path / "loaded.json")
-    assert "trajectories / add/0" in read(tmp_path / "loaded.json")[1].values()
-
-
 def test_batch_timeline_is_of_its_own_call_though_other_runs_write_there_too(
     tmp_path: Path,
 ) -> None:
@@ -229,3 +223,9 @@ def test_group_that_an_earlier_call_began_is_told_in_the_call_that_has_it(tmp_pa
     names = {each["name"] for each in slices if each["ph"] == "X"}
     assert {"a/0 completed", "a/1 completed"} <= names
     assert not {"b/0 completed", "b/1 completed"} & names
+
+
+def test_batch_timeline_of_a_run_that_nobody_observed_says_what_to_set() -> None:
+    batch, _ = observed.run(prompts("add please sum"))
+    with pytest.raises(RolloutError, match=r"set observe.path"):
+        batch.timeline("nowhere.json")

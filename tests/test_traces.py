@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
@@ -327,30 +327,3 @@ def test_tracer_keeps_the_text_of_a_tools_answer_and_not_its_data(
         seen: list[bool] = []
         long_run(ObserveConfig(trace_backend="otel", trace_share=share), seen)
     assert seen == [False]
-
-
-def test_stream_keeps_nothing_of_a_trajectory_that_nobody_wants() -> None:
-    events, read = EventStream(), []
-
-    def take(event: Any, subject: Any) -> None:
-        read.append(event)
-
-    events.attach(take, wants=lambda step, uid, member, *, is_failed: is_failed)
-    made = []
-
-    def make(start: float, facts: Sequence[int]) -> tuple[TurnEnded, str]:
-        trajectory, turn = facts
-        made.append(turn)
-        event = TurnEnded(at=1.0 - start, trajectory=trajectory, turn=turn, began=0.0)
-        return event, f"turn {turn}"
-
-    for number, is_failed in ((1, False), (2, True)):
-        events.begin(number)
-        events.tell(make, (number, 7))
-        events.tell(make, (number, 8))
-        assert read == made == []
-        assert events.tell_notes(number, 0, "p", 0, is_failed=is_failed) is is_failed
-    assert made == [7, 8]
-    assert [(each.trajectory, each.turn) for each in read] == [(2, 7), (2, 8)]
-    events.tell(make, (2, 9))  # after its end
-    assert made == [7, 8]
