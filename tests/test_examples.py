@@ -83,12 +83,6 @@ def run_example(name: str, overrides: tuple[str, ...]) -> None:
     assert SAYS.get(name, output.splitlines()[-1]) in output.splitlines()
 
 
-def test_every_example_directory_has_a_run() -> None:
-    directories = [path.name for path in ROOT.glob("examples/*") if path.is_dir()]
-    assert sorted(directories) == ALL
-    assert {*ALL} > OF_CLIENTS | OF_TRAINERS
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["trio", "asyncio"])
 def test_grpo_learns_which_key_opens_which_door(backend: str, tmp_path: Path) -> None:

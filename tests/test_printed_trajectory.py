@@ -12,7 +12,7 @@ from rich.console import Console
 
 import rollout
 from race_situations import add, user
-from rollout import AgentContext, AgentLoop, Message, Outcome, Prompt, Trajectory, register_agent
+from rollout import AgentContext, AgentLoop, Outcome, Prompt, Trajectory, register_agent
 from rollout.cli.transcript_view import print_transcript
 from rollout.config import AgentConfig, JournalConfig, RewardsConfig
 from rollout.testing import Scenario, tool_call
@@ -90,10 +90,9 @@ async def test_printed_trajectory_that_failed_or_was_rejected_says_what_is_known
     assert str(failed) == "[user]\nquestion\n[failed] (agent) RuntimeError: no"
     rejected = (await generated(Prompt([], extra={"a": 1}))).trajectories[0]
     assert str(rejected).startswith("[rejected] (empty_prompt) ")
-    for prompt in (None, Prompt(5), Prompt([{"content": 3}, "x"]), Prompt([Message(role="user")])):  # type: ignore
-        made: Any = Trajectory(uid="a", group=0, member=0, outcome=Outcome.REJECTED, prompt=prompt)
-        assert str(made)
-        assert repr(made) == "<Trajectory a/0: rejected, no reward, 1 segment, 0 tokens sampled>"
+    made = Trajectory(uid="a", group=0, member=0, outcome=Outcome.REJECTED, prompt=None)
+    assert str(made)
+    assert repr(made) == "<Trajectory a/0: rejected, no reward, 1 segment, 0 tokens sampled>"
 
 
 @register_agent("prints_nothing")

@@ -53,7 +53,7 @@ def test_wrapped_long_word_stays_whole_and_markers_part_between_them() -> None:
     ]
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 100, 160])
+@pytest.mark.parametrize("width", [40, 100])
 def test_check_template_breaks_no_word_at_any_width(width: int) -> None:
     wide, narrow = io.StringIO(), io.StringIO()
     check_template("simulated", Console(file=wide, width=400))
