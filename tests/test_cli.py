@@ -158,11 +158,6 @@ def test_cli_run_saves_and_summarizes(
     ]
 
 
-def test_cli_run_validating_takes_samples_of_validation(folder: Path) -> None:
-    assert run(*CODE, "--samples", "2", "--validate", "--step", "3") == 0
-    assert len(RolloutBatch.load(folder / "out")) == 2
-
-
 def test_cli_run_with_rejected_and_failed_trajectories_exits_with_1(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
