@@ -85,11 +85,8 @@ EXAMPLES = [
 
 
 def write_segments(directory: Path) -> Path:
-    """Write the run of one prompt with a message and of one with more; returns the directory."""
-    prompts = [
-        Prompt(messages=EXAMPLES[at:], uid=uid, agent_name="several_segments")
-        for at, uid in ((0, "several"), (3, "one#message"))
-    ]
+    """Write the run of one prompt; returns the directory."""
+    prompts = [Prompt(messages=EXAMPLES, uid="several", agent_name="several_segments")]
 
     async def body() -> RolloutBatch:
         config = SCENARIO.config(observe=ObserveConfig(path=str(directory)))

@@ -10,13 +10,10 @@ import pytest
 import rollout
 from harness import Balance, Recorder, balance_of, explore
 from race_situations import add, user
-from rollout import Outcome, Trajectory
+from rollout import Trajectory
 from rollout.config import (
-    CustomEngine,
     LimitsConfig,
     RecoveryConfig,
-    SamplingConfig,
-    SchedulingConfig,
 )
 from rollout.testing import Scenario, tool_call
 
@@ -62,20 +59,6 @@ async def test_balance_engine_dies_tokens_are_kept_or_discarded(
     assert balance.discarded == trajectory.metrics["discarded_tokens"] == discarded
     assert balance.transcripts == trajectory.transcript.generated_length
     assert balance.is_even
-
-
-async def test_recorder_engine_of_ones_own_is_watched_too() -> None:
-    recorder = Recorder()
-    config = Scenario().config(
-        engine=CustomEngine(core="fake_core:CountingCore", options={"token_s": 0.01}),
-        sampling=SamplingConfig(max_new_tokens=5),
-        scheduling=SchedulingConfig(samples_per_prompt=3),
-    )
-    async with recorder.open_rollout(config) as runtime:
-        batch = await runtime.generate([user("go")])
-    assert recorder.anomalies() == []
-    assert balance_of(runtime) == Balance(given=15, transcripts=15)
-    assert [t.outcome for t in batch.trajectories] == [Outcome.LENGTH] * 3
 
 
 async def test_recorder_trajectory_that_was_tampered_with_is_an_anomaly() -> None:

@@ -12,7 +12,7 @@ import pytest
 import every_outcome as given
 from rollout import Outcome, Trajectory
 from rollout.chat.trajectory import Parent, Segment
-from rollout.errors import ConfigError, PromptError
+from rollout.errors import ConfigError
 from rollout.integrations.adapter import PlacedRows
 from rollout.integrations.row_policy import RowPolicy
 from rollout.integrations.skyrl.output import generator_output, policy_for, prompts_of
@@ -211,14 +211,3 @@ def test_input_whose_env_class_is_an_agent_runs_that_agent() -> None:
 def test_input_with_a_setting_that_engines_lack_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"sampling_params.stop = \['</answer>'\]: engines here"):
         prompts_of(generator_input(sampling_params={"stop": ["</answer>"]}))
-
-
-def test_input_without_prompts_is_refused_by_name() -> None:
-    with pytest.raises(PromptError, match="prompts: no rows; expected at least one"):
-        prompts_of(generator_input(prompts=[], trajectory_ids=[]))
-
-
-def test_input_with_a_wrong_column_is_refused_by_name() -> None:
-    extras = [{"agent_name": 3}] * 14
-    with pytest.raises(PromptError, match="agent_name = 3: expected a string"):
-        prompts_of(generator_input(env_extras=extras))

@@ -17,7 +17,7 @@ import every_outcome as given
 from rollout import AgentLoop
 from rollout.agents import register_agent
 from rollout.config import AgentConfig
-from rollout.errors import ConfigError, PromptError
+from rollout.errors import ConfigError
 from rollout.integrations.row_policy import RowPolicy
 from rollout.integrations.trainer_settings import TrainerSettings
 from rollout.testing import Scenario
@@ -101,23 +101,6 @@ def test_generator_runs_a_batch_of_every_ending_in_the_order_of_the_input(
     assert output["rollout_metrics"]["generate/avg_num_tokens"] > 0
 
 
-def test_generator_of_two_sizes_of_groups_keeps_the_order(skyrl: Any) -> None:
-    from rollout.integrations.skyrl import RolloutGenerator
-
-    batch = {
-        name: value[:5] if isinstance(value, list) else value
-        for name, value in generator_input().items()
-    }
-    generator = RolloutGenerator(given.settings())
-    try:
-        output: Any = anyio.run(generator.generate, batch)
-    finally:
-        generator.close()
-    assert [metrics["outcome"] for metrics in output["env_metrics"]] == [
-        *("completed", "completed", "length", "length", "limit")
-    ]
-
-
 @register_agent("planner")
 class Planner(AgentLoop):
     """Has a helper of its own reward; the first member succeeds, the third fails."""
@@ -184,21 +167,6 @@ def test_skyrl_itself_learns_steps_from_the_reward_of_the_main_conversation(
         grpo_norm_by_std=False,
     )
     assert advantages[:, 0].tolist() == pytest.approx([0.5, -0.5, 0.0])
-
-
-def test_generator_refuses_a_batch_without_prompts(skyrl: Any) -> None:
-    from rollout.integrations.skyrl import RolloutGenerator
-
-    generator = RolloutGenerator(given.settings())
-    empty = {
-        name: value[:0] if isinstance(value, list) else value
-        for name, value in generator_input().items()
-    }
-    try:
-        with pytest.raises(PromptError, match="prompts: no rows; expected at least one"):
-            anyio.run(generator.generate, empty)
-    finally:
-        generator.close()
 
 
 def test_generator_refuses_what_skyrl_would_learn_from(skyrl: Any) -> None:

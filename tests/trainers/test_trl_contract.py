@@ -347,25 +347,6 @@ def test_trl_policy_of_several_rows_is_refused() -> None:
     assert "source = 'x': expected a RolloutConfig" in str(caught.value)
 
 
-def test_trl_adapters_are_merged_into_the_weights(model: Path) -> None:
-    peft = pytest.importorskip("peft")
-    from transformers import LlamaForCausalLM
-
-    from rollout.integrations.trl.trainer_setup import is_adapted, named_weights
-
-    base = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
-    expected = {name: each.clone() for name, each in base.state_dict().items()}
-    adapted = peft.get_peft_model(
-        base, peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
-    )
-    assert is_adapted(adapted)
-    adapted.merge_adapter()
-    weights = named_weights(adapted)
-    assert set(weights) == set(expected)
-    changed = [name for name in expected if not torch.equal(weights[name], expected[name])]
-    assert changed == ["model.layers.0.self_attn.q_proj.weight"]
-
-
 def test_trl_adapters_are_trained_and_the_engines_get_whole_weights(model: Path) -> None:
     peft = pytest.importorskip("peft")
     adapter = peft.LoraConfig(target_modules=["q_proj"], r=2)

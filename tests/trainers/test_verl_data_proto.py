@@ -31,7 +31,7 @@ from verl_side import (
     verls_own,
 )
 
-from rollout.testing import encode_text, simulated_tokenizer
+from rollout.testing import simulated_tokenizer
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
@@ -218,14 +218,6 @@ def test_empty_answer_trains_nothing(files: Path) -> None:
     assert ours.batch["responses"][0, 0] == END
 
 
-def test_long_prompts_are_rejected_where_the_configuration_says_so(files: Path) -> None:
-    config = config_of(files, f"{CUSTOM}.lengths.overlong_prompts=reject")
-    with opened(config, ScriptedServers(ANSWERS)) as manager:
-        ours = manager.generate_sequences(batch_of(["long " * 400, "hi there"], agent="tool_agent"))
-    assert ours.batch["response_mask"].sum(dim=1).tolist() == [0, 7]
-    assert ours.meta_info["timing"]["agent_loop/rows/over_long"] == 1
-
-
 # --- interactions ---------------------------------------------------------------------------------
 
 
@@ -329,4 +321,3 @@ def test_loops_that_ask_twice_at_once_are_run_as_they_are(files: Path, backend: 
     theirs, ours = both(config, ANSWERS, batch)
     assert differences(theirs, ours) == []
     assert ours.batch["rm_scores"].sum() == 8 * 0.75
-    assert encode_text("hi")

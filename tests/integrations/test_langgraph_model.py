@@ -12,7 +12,7 @@ from langchain_core.tools import tool
 import rollout
 from harness import Recorder
 from race_situations import user
-from rollout import AgentContext, AgentError, AgentLoop, Outcome, RolloutBatch, register_agent
+from rollout import AgentContext, AgentLoop, Outcome, RolloutBatch, register_agent
 from rollout.config import AgentConfig, GatewayConfig, LengthsConfig, LimitsConfig
 from rollout.gateway.calls import GatewayError
 from rollout.integrations.langgraph import GraphAgent, RolloutChatModel, open_chat_model
@@ -228,16 +228,6 @@ async def test_chat_model_length_that_nobody_handles_ends_the_trajectory_by_it()
     assert (trajectory.outcome, trajectory.limit_source) == (Outcome.LENGTH, "lengths.response")
 
 
-async def test_chat_model_sync_use_says_what_to_use() -> None:
-    async def trial(model: RolloutChatModel) -> None:
-        with pytest.raises(NotImplementedError, match="use ainvoke"):
-            model.invoke("question")
-        await model.ainvoke("question")
-
-    (trajectory,) = (await tried(trial)).trajectories
-    assert trajectory.outcome is Outcome.COMPLETED
-
-
 class Graph:
     """What `create_react_agent` makes, as far as it is used."""
 
@@ -289,8 +279,3 @@ async def test_graph_agent_at_its_deadline_is_cancelled() -> None:
     batch = await tried(None, "a_stuck_graph", limits=limits)
     assert batch.trajectories[0].outcome is Outcome.DEADLINE
     assert batch.trajectories[0].transcript.generated_length > 0
-
-
-async def test_graph_agent_refuses_what_builds_nothing() -> None:
-    with pytest.raises(AgentError, match="build = 5; expected a function of the model"):
-        GraphAgent(5)  # type: ignore[arg-type]

@@ -10,7 +10,6 @@ from rollout.config import (
     HttpEngine,
     InProcessPlacement,
     RayPlacement,
-    RolloutConfig,
     SGLangEngine,
     SimulatedEngine,
     TransformersEngine,
@@ -78,10 +77,6 @@ def test_config_overrides_change_only_what_they_name(name: str, tmp_path: Path) 
     sampling = config.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 5, 0.9)
     assert (config.seed, config.model.path, config.engine.replicas) == (1, "my/model", 3)
-
-
-def test_config_later_override_of_a_key_wins(base: Path) -> None:
-    assert load_config(base, ("seed=1", "seed=2")).seed == 2
 
 
 def test_config_override_of_kind_resets_its_section(base: Path) -> None:
@@ -180,24 +175,3 @@ def test_config_override_can_mend_a_fault_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text("seed = 'x'\n")
     assert load_config(path, ("seed=3",)).seed == 3
-
-
-def test_config_overrides_on_a_faulty_python_config_are_judged_beside_it(tmp_path: Path) -> None:
-    path = tmp_path / "c.py"
-    path.write_text("from rollout.config import *\nconfig = RolloutConfig(seed='x')\n")
-    assert faults_of(path, "seed") == (
-        "seed = 'x': expected an integer ≥ 0 or None, got a string",
-        "override = 'seed': expected path=value, such as sampling.temperature=0.7",
-    )
-
-
-def test_config_overrides_leave_the_module_s_config_alone(base: Path) -> None:
-    module_config = load_config(base)
-    assert load_config(base, ("seed=1",)) != module_config
-    assert load_config(base) == module_config
-    assert isinstance(module_config, RolloutConfig)
-
-
-def test_config_override_of_kind_in_an_unknown_section_is_an_unknown_key(base: Path) -> None:
-    (line,) = faults_of(base, "router.kind=ray")
-    assert line.startswith("router.kind = 'ray': unknown key; did you mean ")

@@ -106,20 +106,3 @@ def test_calls_are_those_of_the_message_that_a_span_ends(
         for calls in turns
     ]
     assert called == expected
-
-
-def test_calls_of_a_history_that_was_rendered_again_are_in_the_row_of_their_turn() -> None:
-    messages = [ASKED, said("", "a"), heard("1"), said("", "b"), heard("2"), said("end")]
-    rows = [
-        SavedSegment(spans=spans("ASK", "<a>"), messages=messages),
-        SavedSegment(
-            purpose="compaction",
-            parent=[0, 1],
-            spans=spans("ASK", "ALL", "<b>", "TOLD", "end"),
-            messages=messages,
-        ),
-    ]
-
-    called = [[[call["name"] for call in calls] for calls in turns] for turns in calls_of(rows)]
-
-    assert called == [[["a"]], [["b"], []]]

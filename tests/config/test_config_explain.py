@@ -5,13 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rollout.config import (
-    AgentConfig,
-    CustomEngine,
     HttpEngine,
     InProcessPlacement,
     LengthsConfig,
-    LimitsConfig,
-    LocalProcessPlacement,
     ModelConfig,
     RayPlacement,
     RolloutConfig,
@@ -110,24 +106,6 @@ def test_config_explained_row_holds_the_bytes_of_the_layout() -> None:
                 "sampling": "temperature 0.7, top_k 20, stop_token_ids (2,)",
                 "samples": "4 for each prompt, 1 in validation",
                 "in flight": "at most 1 trajectory",
-            },
-        ),
-        (
-            RolloutConfig(
-                engine=CustomEngine(core="a.b:C"),
-                placement=LocalProcessPlacement(python="/env/python"),
-                lengths=LengthsConfig(turn=512),
-                limits=LimitsConfig(batch_s=None, tool_s=0.5),
-                agent=AgentConfig(max_assistant_turns=None, interaction="teacher"),
-            ),
-            {
-                "generates": "custom, a.b:C",
-                "lives in": "local_process, a child process each, by /env/python",
-                "lengths": "prompt 1,024, response 4,096, a turn 512 tokens",
-                "limits": "generation 600 s, tool 0.5 s, turn 900 s, trajectory 3600 s, "
-                "batch without limit; reward 300 s, cleanup 5 s",
-                "agent": "tool_agent, any number of assistant turns, at most 32 user turns by "
-                "teacher",
             },
         ),
     ],

@@ -75,15 +75,10 @@ def test_formats_have_our_names(theirs: str, ours: str) -> None:
             "multi_turn.tool_response_truncate_side = 'up': expected 'left', 'right' or 'middle'",
         ),
         (
-            "multi_turn: {use_inference_chat_template: 1}",
-            "multi_turn.use_inference_chat_template = 1: expected true or false",
-        ),
-        (
             "multi_turn: {max_user_turns: '${turns}'}",
             "multi_turn.max_user_turns = '${turns}': interpolation is not resolved; write the "
             "value",
         ),
-        ("multi_turn: {", "no YAML: while parsing"),
     ],
 )
 def test_file_that_cannot_be_used_is_refused(tmp_path: Path, text: str, message: str) -> None:

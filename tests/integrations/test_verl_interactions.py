@@ -106,14 +106,6 @@ async def test_answer_of_another_shape_fails_its_trajectory_alone() -> None:
     assert quiz.finalized == [""]
 
 
-def test_object_without_the_protocol_is_refused() -> None:
-    with pytest.raises(ConfigError) as failure:
-        VerlInteraction(object())
-    assert str(failure.value) == (
-        "builtins.object has no method generate_response: expected verl's interaction protocol"
-    )
-
-
 def test_object_without_a_name_is_refused() -> None:
     nameless = Quiz({"name": ""})
     with pytest.raises(

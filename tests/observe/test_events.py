@@ -18,7 +18,7 @@ from rollout.observe.events import (
     TurnEnded,
 )
 
-DOCS = Path(__file__).parents[1] / "docs" / "observe.md"
+DOCS = Path(__file__).parents[2] / "docs" / "observe.md"
 
 
 def write(directory: Path, *events: AnyEvent) -> None:

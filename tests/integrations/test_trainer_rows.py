@@ -203,15 +203,6 @@ async def test_trainer_rows_of_rejected_prompt_are_one_end_token_with_mask_0(
 
 
 @pytest.mark.anyio
-async def test_trainer_rows_of_cut_answer_say_so(rollout_clock: object) -> None:
-    batch = await generate("endless", samples=1)
-    (row,) = rows_of(batch).rows
-    assert row.trajectory.outcome is Outcome.LENGTH
-    assert row.stop_reason == "length"
-    assert len(row.response_ids) == LENGTHS.response
-
-
-@pytest.mark.anyio
 async def test_trainer_rows_longer_than_the_trainer_takes_are_cut_and_masked(
     rollout_clock: object,
 ) -> None:

@@ -33,7 +33,6 @@ from rollout.observe.events import (
     TurnEnded,
     TurnStarted,
 )
-from rollout.testing import Scenario
 
 
 def test_run_events_each_part_is_told_with_its_ids_and_times() -> None:
@@ -131,20 +130,6 @@ def test_batch_metrics_say_where_time_and_tokens_went() -> None:
     assert metrics["queue/requests/max"] == 0
     assert metrics["zombies/max"] == 0
     assert metrics["tokens/cached"] > 0
-
-
-def test_batch_metrics_of_a_full_engine_that_ends_before_its_second_report() -> None:
-    scenario = Scenario(seed=1).capacity(max_running=2).reply("", filler=100)
-    config = scenario.config(observe=ObserveConfig())
-
-    async def body() -> rollout.RolloutBatch:
-        async with rollout.open_rollout(config) as runtime:
-            return await runtime.generate(prompts("one", "two"), samples=8)
-
-    batch = observed.run_virtual(body)
-    assert batch.metrics["replica/engine-0/utilisation/max"] == 1  # type: ignore[attr-defined]
-    assert batch.metrics["replica/engine-0/utilisation/mean"] >= 0.8  # type: ignore[attr-defined]
-    assert 0 < batch.metrics["replica/engine-0/prefix_hits"] < 1  # type: ignore[attr-defined]
 
 
 def test_trace_wraps_methods_of_all_kinds_and_refuses_generators() -> None:

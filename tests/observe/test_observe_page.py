@@ -10,7 +10,7 @@ import pytest
 
 from report_runs import MadeUpRun
 
-PAGE = Path(__file__).parents[1] / "docs" / "observe.md"
+PAGE = Path(__file__).parents[2] / "docs" / "observe.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
 #: What a reader of the page has: a configuration, beside the results of a run.
 CONFIG = """
