@@ -122,6 +122,7 @@ def test_cli_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None
     [
         ([], "the following arguments are required: COMMAND"),
         (["demo", "--samples", "0"], "argument --samples: '0': expected an integer ≥ 1"),
+        (["demo", "--seed", "x"], "argument --seed: 'x': expected an integer ≥ 0"),
         (
             ["run", "c.py", "--prompts", "p", "--out", "o", "--step", str(2**63)],
             f"argument --step: '{2**63}': expected an integer from 0 to {2**63 - 1}",
@@ -590,6 +591,8 @@ def test_cli_batch_that_no_memory_holds_is_refused_before_any_work(
 ) -> None:
     assert run("--set", f"lengths.response={10**6}", "--samples", str(10**8)) == 2
     assert "\n  lengths.prompt + lengths.response = 100" in capsys.readouterr().err
+    assert main(["check", "config.py", "--set", f"lengths.response={10**13}"]) == 2
+    assert "error: lengths.prompt + lengths.response = 100" in capsys.readouterr().err
     assert not (folder / "out").exists()
 
 

@@ -7,6 +7,7 @@ import pytest
 from rollout.config import (
     HttpEngine,
     InProcessPlacement,
+    JournalConfig,
     LengthsConfig,
     ModelConfig,
     RayPlacement,
@@ -97,6 +98,7 @@ def test_config_explained_row_holds_the_bytes_of_the_layout() -> None:
                 placement=InProcessPlacement(),
                 sampling=SamplingConfig(temperature=0.7, top_k=20, stop_token_ids=(2,)),
                 scheduling=SchedulingConfig(samples_per_prompt=4, max_in_flight=1),
+                journal=JournalConfig(path="run.journal"),
             ),
             {
                 "model": "embedded:smollm2-135m-instruct, chat template t.jinja",
@@ -106,6 +108,7 @@ def test_config_explained_row_holds_the_bytes_of_the_layout() -> None:
                 "sampling": "temperature 0.7, top_k 20, stop_token_ids (2,)",
                 "samples": "4 for each prompt, 1 in validation",
                 "in flight": "at most 1 trajectory",
+                "journal": "run.journal, fsync never; where it cannot be written: wait",
             },
         ),
     ],

@@ -119,6 +119,7 @@ def test_config_with_many_faults_reports_all_at_once(tmp_path: Path) -> None:
 from rollout.config import *
 config = RolloutConfig(
     seed=-1,
+    model=ModelConfig(path=3),
     sampling=SamplingConfig(tempratur=0.5, greedy="false", stop_token_ids="abc"),
     engine=TransformersEngine(replicas=2.5),
     placement=InProcessPlacement(),
@@ -129,6 +130,7 @@ config = RolloutConfig(
     )
     error = error_of(lambda: load_config(path))
     starts = [
+        "model.path = 3: expected a non-empty string",
         "engine.replicas = 2.5: expected an integer ≥ 1",
         "sampling.tempratur = 0.5: unknown key; did you mean 'temperature'?",
         "sampling.greedy = 'false': expected a boolean (true or false), got a string",
@@ -142,7 +144,7 @@ config = RolloutConfig(
     assert len(error.faults) == len(starts)
     for line, start in zip(error.faults, starts, strict=True):
         assert line.startswith(start)
-    assert str(error) == "\n  ".join((f"9 faults in the configuration {path}:", *error.faults))
+    assert str(error) == "\n  ".join((f"10 faults in the configuration {path}:", *error.faults))
 
 
 def test_config_section_with_many_faults_lists_them_with_its_name() -> None:
@@ -167,6 +169,11 @@ def test_config_section_with_many_faults_lists_them_with_its_name() -> None:
             {"engine": {"memory_fraction": 0.5}},
             "engine.memory_fraction = 0.5: unknown key for kind 'transformers'; did you mean "
             "kind 'sglang'? (known: kind, ",
+        ),
+        (
+            {"placement": {"address": "auto"}},
+            "placement.address = 'auto': unknown key for kind 'local_process'; did you mean "
+            "kind 'ray'? (known: kind, python)",
         ),
         ({"sampling": {1: 2}}, "sampling.1 = 2: unknown key; did you mean"),
     ],

@@ -53,6 +53,9 @@ async def tidy(topic: str) -> str:
     take_last(texts)
     take_last([topic], note=note)
     take_last(["long " * MOST_CHARACTERS])
+    take_last(["\ud800"])  # half of a character
+    with pytest.raises(IndexError):
+        take_last([])
     with pytest.raises(ValueError, match="no text"):
         await fail(texts)
     return "tidy"
@@ -82,11 +85,13 @@ def shown(*, has_reader: bool, observe: ObserveConfig | None = None) -> dict[str
 
 def test_span_shows_arguments_and_value_as_they_were_at_the_call() -> None:
     found = shown(has_reader=True)
-    first, second, third, fourth = found["take_last"]
+    first, second, third, fourth, half, failed = found["take_last"]
     assert first == ({"texts": ["a", "b", "c"]}, {"last": "c"})
     assert second == ({"texts": ["a", "b"]}, {"last": "b"})
     assert third == ({"texts": ["a"], "note": object.__repr__(note)}, {"last": "a"})
     assert all(len(each) == MOST_CHARACTERS + 1 for each in fourth)  # and no more is kept
+    assert half == ("{'texts': ['\\ud800']}", "{'last': '\\ud800'}")
+    assert failed == ({"texts": []}, None)
     assert found["fail"] == [({"texts": ["a"]}, None)]
 
 
