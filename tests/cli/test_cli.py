@@ -399,6 +399,12 @@ def test_cli_check_lists_everything_that_is_missing(
             "'embedded:smollm2-135m-instruct' for engine.kind = 'transformers', which needs a "
             "model with files",
         ),
+        (
+            ("model.path=some/model",),
+            "1 fault in the configuration config.py with overrides:\n"
+            "  model.path = 'some/model': expected 'simulated' for engine.kind = 'simulated', "
+            "whose ids are bytes (or leave it out)",
+        ),
     ],
 )
 def test_cli_check_names_an_engine_that_cannot_run(
@@ -441,6 +447,7 @@ def tiny(tmp_path: Path) -> str:
     [
         (0, ["engine.device=cuda"], "engine.device = 'cuda': expected a GPU on this machine; "),
         (None, ["engine.device=cuda"], ""),
+        (2, ["engine.device=cuda:2"], "engine.device = 'cuda:2': expected 3 GPUs on this machine"),
         (
             3,
             ["engine.kind=sglang", "engine.replicas=2", "engine.tensor_parallel=2"],

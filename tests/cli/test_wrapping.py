@@ -18,8 +18,14 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from forked import rollout_command
+from rollout.batch import collate
+from rollout.chat import Transcript
+from rollout.chat.trajectory import Trajectory
 from rollout.cli.check_template import check_template
+from rollout.cli.groups import group_table
 from rollout.cli.wrapping import wrapped
+from rollout.config import LengthsConfig
+from rollout.types import Outcome, Prompt
 
 pytestmark = pytest.mark.process
 
@@ -48,6 +54,31 @@ def test_check_template_breaks_no_word_at_any_width(width: int) -> None:
     assert set(re.findall(r"<\|\w+\|>|\w+", narrow.getvalue())) <= known
     lines = narrow.getvalue().splitlines()
     assert max(map(cell_len, lines)) <= max(width, 47)  # the longest refusal has a long word
+
+
+def test_group_table_breaks_no_word_at_80_columns() -> None:
+    rows = [
+        Trajectory(
+            uid="p",
+            group=0,
+            member=member,
+            transcript=Transcript(),
+            outcome=Outcome.LIMIT,
+            reason="invalid_calls",
+            reward=-12345.678,
+            prompt=Prompt(
+                messages=[], ground_truth="-1234567890", extra={"question": "what " * 20}
+            ),
+        )
+        for member in range(8)
+    ]
+    shown = io.StringIO()
+    console = Console(file=shown, width=80)
+    console.print(group_table(collate(rows, LengthsConfig(), 0), is_plain=True))
+    words = shown.getvalue().split()
+    assert words.count("-12345.68") == 8
+    assert "(invalid_calls)" in words
+    assert "-1234567890" in words
 
 
 def in_terminal(columns: int, *arguments: str, cwd: Path) -> str:
