@@ -94,6 +94,19 @@ class BrokenCore(CountingCore):
         raise FileNotFoundError("no weights here")
 
 
+class FlaggedCore(CountingCore):
+    """Does not start while there is a file."""
+
+    def __init__(self, *, flag: str) -> None:
+        super().__init__()
+        self._flag = flag
+
+    async def start(self) -> None:
+        """Look for it."""
+        if await anyio.Path(self._flag).exists():
+            raise RuntimeError("no card")
+
+
 class BrokenWorkerCore(CountingCore):
     """Does not start, and only a process of its own knows why."""
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -412,3 +413,43 @@ def test_gpu_slots_of_workers_with_one_gpu_each_make_replicas_of_several(
         ray_placement.gpu_slots_of(workers, gpus_per_replica=3)
     with pytest.raises(EngineError, match="several machines"):
         ray_placement.gpu_slots_of([*workers[1:3], *workers[:2]], gpus_per_replica=2)
+
+
+@pytest.mark.slow
+async def test_killed_replica_keeps_its_group_while_it_does_not_start_again(
+    cluster: Any, tmp_path: Path
+) -> None:
+    flag = tmp_path / "broken"
+    options = {"flag": str(flag)}
+    before = {process.pid for process in engines()}
+    async with opened(config(1, core="FlaggedCore", options=options)) as pool:
+        (engine,) = [process for process in engines() if process.pid not in before]
+        (group,) = [pg for pg, of in ray.util.placement_group_table().items() if is_there(of)]
+        flag.touch()
+        engine.kill()
+        with anyio.fail_after(PATIENCE_S):
+            while "no card" not in pool.statistics()[0].last_error:
+                await anyio.sleep(0.05)
+        assert [pg for pg, of in ray.util.placement_group_table().items() if is_there(of)] == [
+            group
+        ]
+        flag.unlink()
+        await ask_until_it_serves(pool, "engine-0")
+        assert groups() == ["engine-0"]
+        await pool.remove_replica("engine-0")
+        assert groups() == []
+
+
+@pytest.mark.slow
+async def test_group_that_somebody_else_removes_is_made_anew(cluster: Any) -> None:
+    async with opened(config()) as pool:
+        (made,) = [pg for pg, of in ray.util.placement_group_table().items() if is_there(of)]
+        placement = pool._settings.placement.groups["engine-0"]  # type: ignore[attr-defined]
+        await anyio.to_thread.run_sync(ray.util.remove_placement_group, placement)
+        with anyio.fail_after(PATIENCE_S):
+            while pool.statistics()[0].starts < 2:
+                await anyio.sleep(0.05)
+        await ask_until_it_serves(pool, "engine-0")
+        assert await ask(pool, 1, 1) == [2]
+        assert groups() == ["engine-0"]
+        assert not is_there(ray.util.placement_group_table()[made])
