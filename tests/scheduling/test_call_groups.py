@@ -51,7 +51,7 @@ class World:
         )
         running: list[Member] = []
         for _ in range(moves):
-            if groups.is_complete:
+            if groups.is_done:
                 break
             if bound is not None:
                 under_way = len(groups.open) + groups.counts["accepted"]
@@ -103,7 +103,7 @@ class World:
 
     def judge(self, groups: Groups, group: MemberGroup) -> None:
         chosen = group.choose(groups.members)
-        groups.complete(group)
+        groups.close_group(group)
         if groups.is_to_drop(group):
             is_replaced = groups.policy.on_group_deadline == "refill"
             groups.settle(group, "replaced" if is_replaced else "dropped")

@@ -369,7 +369,7 @@ class Call(ABC):
     def _complete(self, group: MemberGroup) -> dict[Member, Trajectory]:
         """Cancel the members of a complete group that are not wanted; return the wanted ones."""
         wanted = group.choose(self.groups.members)
-        cancel_members(self.groups.complete(group), SURPLUS)
+        cancel_members(self.groups.close_group(group), SURPLUS)
         self._judging += 1
         return wanted
 

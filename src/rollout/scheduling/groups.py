@@ -127,7 +127,7 @@ class Groups:
     @property
     def wants_group(self) -> bool:
         """Whether one more group is to be adopted."""
-        if self._is_stopped or self.is_complete:
+        if self._is_stopped or self.is_done:
             return False
         under_way = len(self.open) + len(self._ready)
         if self.wanted is not None:
@@ -158,7 +158,7 @@ class Groups:
         return self.wanted is not None and self.counts["accepted"] >= self.wanted
 
     @property
-    def is_complete(self) -> bool:
+    def is_done(self) -> bool:
         """Whether it has as many as it wants, or will never have more."""
         found, is_full = self.consumed + len(self._ready), False
         if self.wanted is not None:
@@ -260,7 +260,7 @@ class Groups:
         """Whether a group is dropped or replaced because it met its own deadline."""
         return self.policy.on_group_deadline != "keep" and group.is_overdue
 
-    def complete(self, group: MemberGroup) -> list[Member]:
+    def close_group(self, group: MemberGroup) -> list[Member]:
         """Note that a group is complete; return its unwanted members, which are to be cancelled."""
         group.is_complete = True
         surplus = [*group.running, *group.waiting]
@@ -342,7 +342,7 @@ class Groups:
             else:
                 self.counts["cancelled"] += 1
                 left.groups.append(group.restart())
-                left.surplus.extend(self.complete(group))
+                left.surplus.extend(self.close_group(group))
         self.open.clear()
         self._ready.clear()
         left.groups.sort(key=lambda group: group.number)

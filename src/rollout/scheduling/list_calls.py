@@ -75,7 +75,7 @@ class ListCall(Call):
         """Whether all is delivered; or its caller leaves it, or a task of it has failed."""
         if self.is_leaving and not self.is_closed:
             return True
-        return self.has_crashed or (self.groups.is_complete and not self._delivering)
+        return self.has_crashed or (self.groups.is_done and not self._delivering)
 
     @property
     def has_crashed(self) -> bool:

@@ -234,7 +234,7 @@ class SourceCall(Call):
         """
         hint_at = anyio.current_time() + HINT_S
         while (group := self.groups.take()) is None:
-            if self.failure is not None or self.groups.is_complete:
+            if self.failure is not None or self.groups.is_done:
                 return None
             had = self.groups.consumed + self.groups.counts["refused"]
             if not self.wants_more and had >= self._delivered:
