@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import anyio
-import anyio.to_thread
 import attrs
 
 from rollout.clocks import monotonic
@@ -28,6 +27,7 @@ from rollout.errors import (
     SandboxTimeout,
     SandboxUnsupported,
 )
+from rollout.worker_threads import run_in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -242,7 +242,7 @@ class Sandbox:
             SandboxError: There is a link or device among the files.
         """
         self.check_open()
-        data, mode = await anyio.to_thread.run_sync(_read_local, Path(local))
+        data, mode = await run_in_thread(_read_local, Path(local))
         if mode is not None:
             await self.write_file(path, data, mode=mode)
         else:
@@ -266,7 +266,7 @@ class Sandbox:
         if kind != b"directory":
             data = await self.read_file(source, max_bytes=max_bytes)
             mode = 0o755 if kind == b"program" else 0o644
-            return await anyio.to_thread.run_sync(_write_local, target, data, mode)
+            return await run_in_thread(_write_local, target, data, mode)
         # It may be larger than its files by an eighth and a MiB.
         most = max_bytes + max_bytes // 8 + MIB
         packed = await self._run_script(_PACK, source, str(most))
@@ -278,7 +278,7 @@ class Sandbox:
             data = await self.read_file(archive, max_bytes=most)
         finally:
             await self.exec(["rm", "-f", archive])
-        return await anyio.to_thread.run_sync(_unpack, data, target, path, max_bytes)
+        return await run_in_thread(_unpack, data, target, path, max_bytes)
 
     async def expose_port(self, port: int) -> str:
         """The URL that reaches a port of the sandbox from here; else `SandboxUnsupported`."""
