@@ -131,13 +131,14 @@ class _Period:
 
     Attributes:
         began: When the tick was.
-        waited_s, loop_cpu_s, process_cpu_s: Readings of the clocks then.
+        waited_s, loop_waited_s, loop_cpu_s, process_cpu_s: Readings of the clocks then.
         cause: What the watchdog saw in the way.
         warnings: How often the watchdog has said so, or could have.
     """
 
     began: float
     waited_s: float
+    loop_waited_s: float
     loop_cpu_s: float
     process_cpu_s: float
     cause: str = ""
@@ -145,9 +146,9 @@ class _Period:
     _claimed: threading.Lock = attrs.field(init=False, factory=threading.Lock)
 
     @classmethod
-    def now(cls, waited_s: float) -> _Period:
+    def now(cls, waited_s: float, loop_waited_s: float) -> _Period:
         """One that begins now, on the loop."""
-        return cls(monotonic(), waited_s, thread_cpu(), process_cpu())
+        return cls(monotonic(), waited_s, loop_waited_s, thread_cpu(), process_cpu())
 
     @property
     def late_s(self) -> float:
@@ -201,7 +202,7 @@ class LoopLag:
         self._repeats = Repeats()
         self._threads: tuple[ThreadTimes, ...] = ()
         self._overslept_s = 0.0
-        self._period = _Period(monotonic(), 0.0, 0.0, 0.0)
+        self._period = _Period(monotonic(), 0.0, 0.0, 0.0, 0.0)
         self._collecting_since: float | None = None
         self._collected_s = 0.0
         self._stop = threading.Event()
@@ -231,7 +232,8 @@ class LoopLag:
         try:
             waited_s = self._waited_s()
             while True:
-                self._period, self._collected_s = _Period.now(waited_s), 0.0
+                self._period = _Period.now(waited_s, self._threads[0].waited_s)
+                self._collected_s = 0.0
                 await anyio.sleep(TICK_S)
                 waited_s = self._explain(self._period)
         finally:
@@ -273,8 +275,10 @@ class LoopLag:
             What `_waited_s` said at its end.
         """
         is_unseen, waited_s = period.claim(), self._waited_s()
-        late_s = period.late_s
-        blocked_s = max(0.0, late_s - (waited_s - period.waited_s))
+        late_s, idle_s = period.late_s, waited_s - period.waited_s
+        if not is_unseen:  # some code was in the way, however long the watchdog waited beside it
+            idle_s = self._threads[0].waited_s - period.loop_waited_s
+        blocked_s = max(0.0, late_s - idle_s)
         if is_unseen and blocked_s > BLOCKED_S:
             cause = self._unseen_cause(period, blocked_s)
             if cause is None:
