@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,11 +74,11 @@ def _found(before: Belongings, allowed: Collection[str]) -> list[str]:
 
 def _child_processes() -> dict[int, str]:
     pids: list[int] = []
-    for listing in Path("/proc/self/task").glob("*/children"):
-        try:
-            pids += map(int, listing.read_text().split())
-        except OSError:  # that thread has just ended
-            continue
+    with suppress(ChildProcessError, AttributeError):  # none, as mostly; no Linux
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        for listing in Path("/proc/self/task").glob("*/children"):
+            with suppress(OSError):  # that thread has just ended
+                pids += map(int, listing.read_text().split())
     return {pid: _command_line(pid) for pid in pids}
 
 

@@ -147,8 +147,7 @@ class BaseCore(Generic[Request]):
             # Another engine, or the next one in this place, serves what a lost one refuses.
             is_served_elsewhere = self._lost.is_set() and not self._is_closed
             return _answer(request, "rejected" if is_served_elsewhere else "error", self._failure)
-        fault = find_request_fault(request, self.info)
-        fault = fault or self._find_fault(request)
+        fault = find_request_fault(request, self.info) or self._find_fault(request)
         if not fault and request.request_id in self._open:
             fault = f"request id {request.request_id!r} is in use"
         if fault:
