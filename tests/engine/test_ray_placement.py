@@ -199,6 +199,7 @@ async def test_replica_cancelled_while_ray_makes_its_group_gives_the_group_back(
 
 async def test_more_gpus_than_there_are_fails_and_says_what_is_free(cluster: Any) -> None:
     too_much = config(gpus_per_replica=8.0, start_timeout_s=1.0)
+    await _free()  # of the tests before
     with pytest.raises(EngineError) as failure:
         async with open_engines(too_much):
             pytest.fail("opened")
