@@ -120,7 +120,7 @@ class WeightUpdater:
         """
         self._check_reach(source, mode)
         if isinstance(source, TensorWeights):  # put where every engine of this machine finds them
-            path = await anyio.to_thread.run_sync(stage, source)
+            path = await run_in_thread(stage, source)
             weights = SentWeights(version, DiskWeights(path), is_staged=True)
         else:
             weights = SentWeights(version, source)
