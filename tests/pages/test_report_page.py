@@ -215,7 +215,7 @@ def test_markup_of_a_model_stays_text(browser: Browser, tmp_path: Path) -> None:
     opened(browser, "task-3/2")
 
     results = "[...document.querySelectorAll('.call pre')].map(e => e.textContent)"
-    assert HOSTILE in browser.run(results)
+    assert HOSTILE.replace("\u202e", "⟨U+202E⟩") in browser.run(results)
     observed = "document.querySelector('.tokens.observation').textContent"
     assert "<script>document.title = 'taken'</script>" in browser.run(observed)
     assert "⟨U+202E⟩" in browser.run(observed) or "202" in browser.run(observed)

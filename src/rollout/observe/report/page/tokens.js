@@ -104,11 +104,16 @@ function runsOf(span) {
   return span.shown;
 }
 
-// Line ends and other signs without a shape, so that they are seen; lines still break.
-function visible(text) {
+// Signs without a shape, so that they are seen: they could also turn what stands around them.
+function withSigns(text) {
   return text
     .replace(/[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g,
-      (sign) => `⟨U+${sign.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`)
+      (sign) => `⟨U+${sign.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
+}
+
+// The same and line ends; lines still break.
+function visible(text) {
+  return withSigns(text)
     .replace(/\r/g, "␍").replace(/\n/g, "⏎\n").replace(/\t/g, "⇥\t");
 }
 

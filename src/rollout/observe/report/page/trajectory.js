@@ -192,8 +192,8 @@ function callsView(calls, told) {
     return el("article", { class: isError ? "call error" : "call" },
       el("header", {}, el("b", {}, call.name || "invalid call"), el("span", {}, [time && seconds(time.end - time.start), time?.note].filter(Boolean).join(" · "))),
       el("div", { class: "sides" },
-        el("div", {}, el("h3", {}, "arguments"), el("pre", { dir: "auto" }, call.arguments === null || call.arguments === undefined ? call.raw ?? "" : JSON.stringify(call.arguments, null, 2))),
-        el("div", {}, el("h3", {}, "result"), el("pre", { dir: "auto" }, call.result === null ? "no result" : call.result))));
+        el("div", {}, el("h3", {}, "arguments"), el("pre", { dir: "auto" }, withSigns(call.arguments === null || call.arguments === undefined ? call.raw ?? "" : JSON.stringify(call.arguments, null, 2)))),
+        el("div", {}, el("h3", {}, "result"), el("pre", { dir: "auto" }, call.result === null ? "no result" : withSigns(call.result)))));
   }));
 }
 
