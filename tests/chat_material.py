@@ -96,7 +96,10 @@ def tokenizer(vocabulary: str) -> PreTrainedTokenizerFast:
     Tags like ``<think>`` are added without being marked special, as their models have them.
     """
     build = {
-        **{"smollm2": _smollm2, "qwen": _qwen, "deepseek": _deepseek, "tekken": _tekken},
+        "smollm2": _smollm2,
+        "qwen": _qwen,
+        "deepseek": _deepseek,
+        "tekken": _tekken,
         "bytes": lambda: simulated_tokenizer().backend_tokenizer,
     }
     backend = build[vocabulary]()

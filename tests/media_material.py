@@ -20,9 +20,12 @@ from rollout.config import (
     ModelConfig,
     RolloutConfig,
 )
+from rollout.media.processor import load_media_processor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from rollout.chat import ChatTemplate
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava_onevision")
 #: What the templates of all families write around messages.
@@ -271,8 +274,14 @@ def video_file(count: int = 12, fps: int = 6, form: str = "mp4") -> bytes:
 CALL = '<tool_call>\n{"name": "show", "arguments": {}}\n</tool_call>'
 
 
+@cache
+def template_of(folder: Path) -> ChatTemplate:
+    """The template of a model's directory, with its processor."""
+    return load_chat_template(str(folder), processor=load_media_processor(str(folder)))
+
+
 def config_of(folder: Path, replies: Sequence[str] = ("ok",), **media: Any) -> RolloutConfig:
-    template = load_chat_template(str(folder))
+    template = template_of(folder)
     ids = [template.text_ids(said + "<|im_end|>") for said in replies]
     return RolloutConfig(
         model=ModelConfig(path=str(folder)),

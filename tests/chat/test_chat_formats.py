@@ -215,9 +215,9 @@ def test_format_results_that_a_user_must_say_are_joined_to_his_words() -> None:
 
 
 def test_format_variables_reach_the_template_and_its_fingerprint() -> None:
-    thinking = template("qwen3")
+    thinking = chat("bytes", "qwen3")
     quiet = ChatTemplate(
-        tokenizer(VOCABULARY),
+        tokenizer("bytes"),
         chat_template=source("qwen3"),
         chat_template_kwargs={**variables("qwen3"), "enable_thinking": False},
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 import sys
@@ -83,7 +84,8 @@ def test_fastokens_gives_the_ids_of_tokenizers() -> None:
     pytest.importorskip("fastokens")
     own = tokenizer("smollm2")
     plain = encoding._copy_as_plain(own.backend_tokenizer, get_encoder(own).specials)
-    assert tokenizer_backend.open_fastokens(plain) is not None
+    name = hashlib.sha256(plain.to_str().encode()).hexdigest()
+    assert tokenizer_backend._PROVEN[name]  # to open another takes long
 
 
 class OtherTokenizer:
@@ -237,11 +239,14 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return pieces
 
 
-def test_encode_forgets_long_pieces_that_were_used_longest_ago(encoded: list[str]) -> None:
+def test_encode_forgets_long_pieces_that_were_used_longest_ago(
+    encoded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding, "_REMEMBERED_BYTES", 512 * 1024)
     encoder = TextEncoder(simulated_tokenizer())
     letters = "abcdefghijklmnopqrstuvwxyz"
     for letter in (*letters, "z", "a"):
-        encoder.encode(letter * 500_000)
+        encoder.encode(letter * 16_000)
     assert [text[0] for text in encoded] == [*letters, "a"]
 
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import rollout
-from media_material import CALL, config_of, frames, image, picture
+from media_material import CALL, config_of, frames, image, picture, template_of
 from rollout import Prompt, RolloutBatch, RolloutError, ToolResult, function_tool, load_trajectories
 from rollout.batch import collate
-from rollout.chat import load_media_processor
 from rollout.chat.messages import as_messages
 from rollout.config import MediaConfig
 
@@ -49,7 +48,7 @@ async def made(folder: Path, samples: int = 2, **media: Any) -> RolloutBatch:
 
 async def test_row_has_the_inputs_of_its_media(folder: Path) -> None:
     batch = await made(folder)
-    processor = load_media_processor(str(folder))
+    processor = template_of(folder).processor
     assert processor is not None
     assert len(batch.multi_modal_inputs) == len(batch) == 4
     for row, trajectory in enumerate(batch.trajectories):
@@ -67,7 +66,7 @@ async def test_row_has_the_inputs_of_its_media(folder: Path) -> None:
 @pytest.mark.parametrize("count", [3, 4])
 async def test_positions_are_those_of_the_model(folder: Path, count: Any) -> None:
     batch = await made(folder, position_rows=count)
-    processor = load_media_processor(str(folder))
+    processor = template_of(folder).processor
     assert processor is not None
     trajectories, lengths = batch.trajectories, config_of(folder).lengths
     options: Any = {"processor": processor, "position_rows": count}
@@ -100,7 +99,7 @@ async def test_saved_batch_has_each_medium_once_and_is_loaded_whole(
     saved = (tmp_path / "media.safetensors").stat().st_size
     assert size < saved < size + 2000
     assert (tmp_path / "trajectories.jsonl").stat().st_size < 60_000
-    processor = load_media_processor(str(folder))
+    processor = template_of(folder).processor
     loaded = RolloutBatch.load(tmp_path, processor=processor)
     for row, (one, other) in enumerate(zip(batch.trajectories, loaded.trajectories, strict=True)):
         assert one.transcript.media == other.transcript.media

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from media_material import encoded, frames, picture
+from media_material import encoded, frames, picture, template_of
 from rollout import Outcome, PromptError, RolloutError, Trajectory
-from rollout.chat import Transcript, load_chat_template, load_media_processor
+from rollout.chat import Transcript
 from rollout.config import LengthsConfig, MediaConfig
 from rollout.integrations.openrlhf.response import prompt_of_arguments, response_of
 from rollout.integrations.prompt_media import with_media
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.skipif(not find_spec("torchvision"), reason="torchvision is not installed")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def template(folder: Path) -> ChatTemplate:
-    return load_chat_template(str(folder), processor=load_media_processor(str(folder)))
+    return template_of(folder)
 
 
 @pytest.fixture

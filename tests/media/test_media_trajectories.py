@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import os
+import re
 import struct
 import tracemalloc
 import zlib
@@ -29,6 +30,7 @@ from media_material import (
     frames,
     image,
     picture,
+    template_of,
     video_file,
 )
 from rollout import (
@@ -40,7 +42,6 @@ from rollout import (
     function_tool,
     load_trajectories,
 )
-from rollout.chat import ChatTemplate, load_chat_template
 from rollout.config import (
     AgentConfig,
     JournalConfig,
@@ -53,7 +54,7 @@ from rollout.config import (
 )
 from rollout.integrations.verl.function_tools import read_answer
 from rollout.media import Media, decode
-from rollout.media.parts import MediaSource
+from rollout.media.parts import MediaSource, media_part
 from rollout.media.reading import read_media
 from rollout.tools import PythonTool, ShellTool, ToolResult
 
@@ -109,9 +110,9 @@ def header_of(width: int, height: int) -> bytes:
 
 
 def text_bomb() -> bytes:
-    """A picture with a chunk that is small, and 70 MB of text once it is unpacked."""
+    """A picture with a chunk that is small, and 7 MB of text once it is unpacked."""
     whole = encoded(picture())
-    bomb = png_chunk(b"zTXt", b"Comment\0\0" + zlib.compress(b"\0" * 70_000_000))
+    bomb = png_chunk(b"zTXt", b"Comment\0\0" + zlib.compress(b"\0" * 7_000_000))
     return whole[:33] + bomb + whole[33:]
 
 
@@ -244,10 +245,6 @@ async def test_rejected_prompt_is_saved_without_the_content_of_its_media(
 
 
 LIMITS: dict[str, tuple[dict[str, Any], Any]] = {
-    "media.max_count = 1: the conversation has 2": (
-        {"max_count": 1},
-        [*image(picture()), *image(picture(28, 28))],
-    ),
     "media.max_bytes = 1000: it has": ({"max_bytes": 1000}, image(encoded(picture()))),
     "media.max_pixels = 100: 60 x 44 are 2640": ({"max_pixels": 100}, image(picture())),
     "media.max_frames = 3: it has 4": ({"max_frames": 3}, video(frames(4))),
@@ -258,21 +255,32 @@ LIMITS: dict[str, tuple[dict[str, Any], Any]] = {
 
 
 @pytest.mark.parametrize(("said", "case"), LIMITS.items(), ids=LIMITS)
-async def test_media_past_a_limit_are_rejected_by_its_field(
-    folder: Path, said: str, case: tuple[dict[str, Any], Any]
+def test_media_past_a_limit_are_refused_by_its_field(
+    said: str, case: tuple[dict[str, Any], Any]
 ) -> None:
-    limits, content = case
-    check_rejected(await play(config_of(folder, **limits), content), said)
+    limits, (*_, part) = case
+    source = media_part("part", part)
+    assert isinstance(source, MediaSource)
+    with pytest.raises(MediaError, match=re.escape(said)):
+        read_media(source, MediaConfig(**limits))
+
+
+async def test_media_past_a_count_are_rejected_by_its_field(folder: Path) -> None:
+    content = [*image(picture()), *image(picture(28, 28))]
+    batch = await play(config_of(folder, max_count=1), content)
+    check_rejected(batch, "media.max_count = 1: the conversation has 2")
 
 
 async def test_huge_data_url_is_refused_without_another_copy(folder: Path) -> None:
     url = "data:image/png;base64," + "A" * (1 << 25)
-    tracemalloc.start()
-    try:
-        batch = await play(config_of(folder, max_bytes=1 << 20), image(url))
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    prompt = Prompt(messages=[{"role": "user", "content": image(url)}])
+    async with rollout.open_rollout(config_of(folder, max_bytes=1 << 20)) as runtime:
+        tracemalloc.start()
+        try:
+            batch = await runtime.generate([prompt], samples=1)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
     check_rejected(batch, "media.max_bytes = 1048576: it has about 25165824 bytes")
     assert peak < 16 * 1024 * 1024
 
@@ -481,7 +489,7 @@ async def test_tool_that_shows_media_is_seen_by_the_model(folder: Path, answer: 
     first, *others = transcript.media
     assert first.start < transcript.prompt_length
     assert others
-    template = load_model_template(folder)
+    template = template_of(folder)
     assert template.processor is not None
     shown = [each for each in trajectory.messages[2].parts if not isinstance(each, str)]
     assert [each.medium for each in others] == shown
@@ -569,12 +577,6 @@ async def test_reward_process_sees_the_images(folder: Path) -> None:
     assert trajectory.reward == 60 * 44 + 60 * 44 + 28 * 28, trajectory.cause
 
 
-def load_model_template(folder: Path) -> ChatTemplate:
-    from rollout.media.processor import load_media_processor
-
-    return load_chat_template(str(folder), processor=load_media_processor(str(folder)))
-
-
 def check_same_media(first: RolloutBatch, again: RolloutBatch) -> None:
     """The only trajectory of each has the same tokens, images and rows."""
     (before,), (after,) = first.trajectories, again.trajectories
@@ -624,7 +626,7 @@ async def test_placeholder_that_the_model_samples_ends_its_turn_before_it(folder
     token = "<|image_pad|>"
     config = config_of(folder, (f"{CALL}{token}{token} dropped", "I see"))
     batch = await play(config, image(picture()), "go on", samples=2, tools=[show_small])
-    template = load_model_template(folder)
+    template = template_of(folder)
     assert template.processor is not None
     (unreal,) = template.text_ids(token)
     for trajectory in batch.trajectories:
