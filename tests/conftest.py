@@ -75,6 +75,7 @@ ALONE = {
     "test_ray_placement.py": "ray",
     "test_engine_pairs.py": "ray",
     "test_loop_lag.py": "timing",
+    "media": "media",  # all files of a directory
 }
 
 
@@ -85,7 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
     for item in items:
         defs = getattr(item, "_fixtureinfo", None)
         scopes = {each[-1].scope for each in defs.name2fixturedefs.values()} if defs else set()
-        group = ALONE.get(item.path.name)
+        group = ALONE.get(item.path.name, ALONE.get(item.path.parent.name))
         if group is None and scopes & {"module", "class"}:
             group = item.path.name
         if group is not None and is_parallel:
