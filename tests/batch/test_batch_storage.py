@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.batch import RolloutBatch, collate
@@ -137,7 +137,6 @@ def test_batch_saved_and_loaded_is_the_same(layout: Any, tmp_path: Path) -> None
         assert [row.tolist() for row in product.unbind()] == [floats, []]
 
 
-@settings(max_examples=30)
 @given(st.lists(FLOATS, max_size=8), FLOATS, st.dictionaries(st.text(), FLOATS, max_size=3))
 def test_batch_any_floats_come_back_bit_for_bit(
     tmp_path_factory: pytest.TempPathFactory,

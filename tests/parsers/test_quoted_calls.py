@@ -167,9 +167,7 @@ def test_value_with_parameters_of_other_tools_and_its_own_is_exact_or_invalid(na
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(
-    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_write_of_any_tags_is_the_exact_call_or_one_invalid_call(
     name: str, data: st.DataObject

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from parser_cases import CASES, TOOLS, Case, seen
+from parser_cases import CASES, TOOLS, seen
 from rollout.chat import get_tool_parser
 from rollout.types import ToolCall
 
-ALL = [(name, case) for name, cases in CASES.items() for case in cases]
-
-
-@pytest.mark.parametrize(("name", "case"), ALL, ids=[f"{name}-{case.name}" for name, case in ALL])
-def test_parser_text_of_its_format_means_what_it_says(name: str, case: Case) -> None:
-    turn = get_tool_parser(name).parse(case.text, TOOLS, in_reasoning=case.in_reasoning)
-    assert seen(turn.calls, case) == list(case.calls)
-    assert (turn.content, turn.reasoning) == (case.content, case.reasoning)
-
 
 @pytest.mark.parametrize("name", CASES)
-def test_parser_every_raw_text_stands_in_the_turn_in_order(name: str) -> None:
+def test_parser_text_of_its_format_means_what_it_says(name: str) -> None:
     for case in CASES[name]:
         turn = get_tool_parser(name).parse(case.text, TOOLS, in_reasoning=case.in_reasoning)
+        assert seen(turn.calls, case) == list(case.calls), case.name
+        assert (turn.content, turn.reasoning) == (case.content, case.reasoning), case.name
         at = 0
-        for call in turn.calls:
+        for call in turn.calls:  # every raw text stands in the turn, in order
             assert call.raw
             at = case.text.index(call.raw, at) + len(call.raw)
 
