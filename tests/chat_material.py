@@ -91,7 +91,7 @@ def source(family: str) -> str:
 
 @cache
 def tokenizer(vocabulary: str) -> PreTrainedTokenizerFast:
-    """A vocabulary of a package, and in it the special tokens that any of the templates writes.
+    """A vocabulary of a package, or of bytes, and the special tokens that any template writes.
 
     Tags like ``<think>`` are added without being marked special, as their models have them.
     """

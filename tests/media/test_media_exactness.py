@@ -10,14 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from media_material import FAMILIES, encoded, frames, picture, write_model
-from rollout.chat import load_chat_template
+from media_material import FAMILIES, encoded, frames, picture, template_of, write_model
 from rollout.chat.transcript import Transcript
 from rollout.config import MediaConfig
 from rollout.errors import TemplateError
 from rollout.media import Media, decode
 from rollout.media.parts import MediaSource, media_part
-from rollout.media.processor import load_media_processor
 from rollout.media.reading import read_media
 
 if TYPE_CHECKING:
@@ -40,8 +38,7 @@ _TEMPLATES: dict[str, ChatTemplate] = {}
 @pytest.fixture
 def template(family: str, tmp_path_factory: pytest.TempPathFactory) -> ChatTemplate:
     if family not in _TEMPLATES:
-        path = str(write_model(family, tmp_path_factory.mktemp(family)))
-        _TEMPLATES[family] = load_chat_template(path, processor=load_media_processor(path))
+        _TEMPLATES[family] = template_of(write_model(family, tmp_path_factory.mktemp(family)))
     return _TEMPLATES[family]
 
 

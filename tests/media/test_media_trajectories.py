@@ -265,12 +265,6 @@ def test_media_past_a_limit_are_refused_by_its_field(
         read_media(source, MediaConfig(**limits))
 
 
-async def test_media_past_a_count_are_rejected_by_its_field(folder: Path) -> None:
-    content = [*image(picture()), *image(picture(28, 28))]
-    batch = await play(config_of(folder, max_count=1), content)
-    check_rejected(batch, "media.max_count = 1: the conversation has 2")
-
-
 async def test_huge_data_url_is_refused_without_another_copy(folder: Path) -> None:
     url = "data:image/png;base64," + "A" * (1 << 25)
     prompt = Prompt(messages=[{"role": "user", "content": image(url)}])
@@ -545,12 +539,17 @@ async def show_small() -> Any:
     return ToolResult("see", images=[picture(28, 28)])
 
 
-async def test_tool_that_shows_too_much_answers_with_the_limit(folder: Path) -> None:
+async def test_prompt_or_tool_that_shows_too_much_is_told_the_limit(folder: Path) -> None:
     config = config_of(folder, (CALL, CALL, "I see"), max_count=2)
-    (trajectory,) = (await play(config, image(picture()), tools=[show_small])).trajectories
+    shown = image(picture())
+    trajectory, rejected = (await play(config, shown, shown * 3, tools=[show_small])).trajectories
     assert trajectory.outcome is Outcome.COMPLETED
     assert len(trajectory.transcript.media) == 2
-    assert trajectory.messages[4].content == "media.max_count = 2: the conversation has 3"
+    said = "media.max_count = 2: the conversation has 3"
+    assert trajectory.messages[4].content == said
+    assert rejected.outcome is Outcome.REJECTED
+    assert rejected.cause is not None
+    assert said in rejected.cause.message
 
 
 async def test_transcript_of_a_trajectory_is_its_conversation_rendered_again(folder: Path) -> None:
