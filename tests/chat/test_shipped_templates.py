@@ -47,9 +47,8 @@ def find_templates() -> Iterator[tuple[str, Path]]:
     for path in sorted(FORMATS.glob("*.jinja")):
         yield path.stem, path
     for package in distributions():
-        if ".jinja" not in (package.read_text("RECORD") or ""):
-            continue  # most have none, and their files take long to list
-        for file in package.files or ():
+        has_any = ".jinja" in (package.read_text("RECORD") or "")  # to list files takes long
+        for file in (package.files or ()) if has_any else ():
             if file.suffix == ".jinja" and "template" in str(file.parent):
                 path = Path(str(package.locate_file(file)))
                 if path.exists() and "message" in path.read_text(encoding="utf-8"):

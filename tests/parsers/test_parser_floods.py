@@ -12,7 +12,7 @@ from rollout.chat import get_tool_parser
 from rollout.chat.parsers.pythonic import MAX_VALUES
 from rollout.chat.parsers.scan import MAX_CALLS, MAX_TAGS
 from rollout.types import InvalidToolCall, ToolCall
-from slow_cases import slow_but
+from slow_cases import slow_after, slow_but
 
 SMALL, TIMES = 10_000, 8
 #: Eight times the text may take this many times longer; quadratic work takes 64 times.
@@ -34,22 +34,16 @@ def is_linear(name: str, small: str, large: str) -> bool:
     return took < MOST * TICK_S or took < MOST * max(seconds(name, small), TICK_S)
 
 
-def check(name: str, step: int) -> None:
+#: Formats, and of how many floods one is measured.
+STEPS = [("hermes", 41), ("gpt_oss", 41), ("pythonic", 41), *((name, 1) for name in FRAGMENTS)]
+
+
+@pytest.mark.parametrize(("name", "step"), slow_after(3, STEPS))
+def test_parser_flood_takes_time_linear_in_its_length(name: str, step: int) -> None:
     pairs = zip(floods(name, SMALL), floods(name, TIMES * SMALL), strict=True)
     for (what, small), (_, large) in itertools.islice(pairs, 0, None, step):
         # A neighbour on the machine may disturb one measurement, hardly three.
         assert any(is_linear(name, small, large) for _ in range(3)), what
-
-
-@pytest.mark.parametrize("name", slow_but(FRAGMENTS, "hermes", "gpt_oss", "pythonic"))
-def test_parser_flood_takes_time_linear_in_its_length(name: str) -> None:
-    check(name, step=41)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FRAGMENTS)
-def test_parser_every_flood_takes_time_linear_in_its_length(name: str) -> None:
-    check(name, step=1)
 
 
 @pytest.mark.parametrize("name", slow_but(FRAGMENTS, "hermes", "gpt_oss", "pythonic"))
