@@ -85,7 +85,7 @@ def test_fastokens_gives_the_ids_of_tokenizers() -> None:
     own = tokenizer("smollm2")
     plain = encoding._copy_as_plain(own.backend_tokenizer, get_encoder(own).specials)
     name = hashlib.sha256(plain.to_str().encode()).hexdigest()
-    assert tokenizer_backend._PROVEN[name]  # to open another takes long
+    assert tokenizer_backend._TRIED[name]  # to open another takes long
 
 
 class OtherTokenizer:
@@ -109,7 +109,7 @@ class OtherTokenizer:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A backend, and what is known of others forgotten."""
-    monkeypatch.setattr(tokenizer_backend, "_PROVEN", {})
+    monkeypatch.setattr(tokenizer_backend, "_TRIED", {})
     tokenizer_backend._log_once.cache_clear()
     return simulated_tokenizer().backend_tokenizer
 

@@ -30,8 +30,8 @@ LONG = 16_384
 #: Strings of a vocabulary and added tokens that the self-test encodes at most, and how many of them
 #: stand in one text.
 _STRINGS, _ADDED, _JOINED = 2_048, 256, 8
-#: Whether `fastokens` agrees, by the hash of the vocabulary.
-_PROVEN: dict[str, bool] = {}
+#: The codec of `fastokens` by the hash of the vocabulary; None where it does not agree.
+_TRIED: dict[str, tuple[Encode, Decode] | None] = {}
 
 #: Bytes that byte-level vocabularies write as themselves; the others, in their order, are written
 #: as U+0100 and up.
@@ -179,6 +179,9 @@ def open_fastokens(plain: Any) -> tuple[Encode, Decode] | None:
         import fastokens
 
         state: str = plain.to_str()
+        name = hashlib.sha256(state.encode()).hexdigest()
+        if name in _TRIED:
+            return _TRIED[name]
         tokenizer = fastokens.Tokenizer.from_json_str(state)
     except ImportError:
         _log_once("fastokens is not installed")
@@ -192,13 +195,10 @@ def open_fastokens(plain: Any) -> tuple[Encode, Decode] | None:
         return packed
 
     decode = partial(tokenizer.decode, skip_special_tokens=False)
-    name = hashlib.sha256(state.encode()).hexdigest()
-    if name not in _PROVEN:
-        _PROVEN[name] = _agree(encode, decode, plain)
-    if _PROVEN[name]:
-        return encode, decode
-    _log_once("fastokens gives other ids, or texts, for a vocabulary")
-    return None
+    does_agree = _agree(encode, decode, plain)
+    if not does_agree:
+        _log_once("fastokens gives other ids, or texts, for a vocabulary")
+    return _TRIED.setdefault(name, (encode, decode) if does_agree else None)
 
 
 @cache
