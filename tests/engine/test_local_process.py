@@ -179,7 +179,7 @@ async def test_interpreter_without_sglang_is_named_with_what_to_set(tmp_path: Pa
     simulated_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     said = await refusal(
-        RolloutConfig(engine=SGLangEngine(device="cpu"), model=ModelConfig(path=str(tmp_path)))
+        RolloutConfig(engine=SGLangEngine(), model=ModelConfig(path=str(tmp_path)))
     )
     assert said.startswith(
         f"engine-0: engine.kind = 'sglang': SGLang cannot be imported by {sys.executable}, which "

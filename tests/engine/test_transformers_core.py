@@ -196,10 +196,10 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
 async def test_core_greedy_equals_transformers_generate(tiny: str, max_running: int) -> None:
     work = prompts(6)
     async with opened(tiny, max_running=max_running) as core:
-        answers = await collect_all(core, [asked(p, max_new_tokens=24) for p in work])
+        answers = await collect_all(core, [asked(p, max_new_tokens=12) for p in work])
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
     for prompt, answer in zip(work, answers, strict=True):
-        ids, log_probs = greedy(loaded, prompt, 24)
+        ids, log_probs = greedy(loaded, prompt, 12)
         assert answer.ids == ids
         np.testing.assert_allclose(answer.log_probs, log_probs, atol=1e-4)
 
@@ -225,9 +225,9 @@ async def test_core_other_architecture_equals_transformers_generate(
     model = save_model(ARCHITECTURES[name](), tmp_path)
     work = [*prompts(3, shared=40), *prompts(2, seed=1)]
     async with opened(model) as core:
-        answers = await collect_all(core, [asked(p, max_new_tokens=24) for p in work])
+        answers = await collect_all(core, [asked(p, max_new_tokens=12) for p in work])
     for prompt, answer in zip(work, answers, strict=True):
-        ids, log_probs = reference(model, prompt, 24)
+        ids, log_probs = reference(model, prompt, 12)
         assert answer.ids == ids
         np.testing.assert_allclose(answer.log_probs, log_probs, atol=1e-4)
 
@@ -271,10 +271,10 @@ async def test_core_long_prompt_in_parts_equals_transformers_generate(tiny: str)
     long = rng.integers(3, VOCABULARY, 700).tolist()
     async with opened(tiny) as core:
         answers = await collect_all(
-            core, [asked(long[:30], max_new_tokens=60), asked(long, max_new_tokens=20)]
+            core, [asked(long[:30], max_new_tokens=20), asked(long, max_new_tokens=10)]
         )
-    assert answers[1].ids == reference(tiny, long, 20)[0]
-    assert answers[0].ids == reference(tiny, long[:30], 60)[0]
+    assert answers[1].ids == reference(tiny, long, 10)[0]
+    assert answers[0].ids == reference(tiny, long[:30], 20)[0]
 
 
 async def test_core_further_turns_reuse_the_session_and_stay_exact(tiny: str) -> None:
@@ -287,17 +287,17 @@ async def test_core_further_turns_reuse_the_session_and_stay_exact(tiny: str) ->
             answers = await collect_all(
                 core,
                 [
-                    asked(p, f"s{i}", max_new_tokens=20 + i, ignore_eos=True)
+                    asked(p, f"s{i}", max_new_tokens=8 + i, ignore_eos=True)
                     for i, p in enumerate(sessions)
                 ],
             )
             for i, (prompt, answer) in enumerate(zip(sessions, answers, strict=True)):
-                expected = greedy(loaded, prompt, 20 + i, eos_token_id=-1)
+                expected = greedy(loaded, prompt, 8 + i, eos_token_id=-1)
                 assert answer.ids == expected[0]
                 np.testing.assert_allclose(answer.log_probs, expected[1], atol=1e-4)
                 assert answer.last.cached_tokens == computed[i]
                 # All but the token sampled last, which was never fed to the model.
-                computed[i] = len(prompt) + 20 + i - 1
+                computed[i] = len(prompt) + 8 + i - 1
             sessions = [
                 prompt + answer.ids + rng.integers(3, VOCABULARY, 5).tolist()
                 for prompt, answer in zip(sessions, answers, strict=True)
