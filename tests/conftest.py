@@ -75,7 +75,6 @@ ALONE = {
     ),
     "test_gateway_clients.py": "clients",
     "test_gateway_streaming.py": "clients",
-    "test_client_retries.py": "clients",
     "test_sync_clients.py": "clients",
     "test_ray_placement.py": "ray",
     "test_engine_pairs.py": "ray",

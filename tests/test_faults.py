@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -87,14 +88,14 @@ def tokens_of(batch: RolloutBatch) -> dict[tuple[str, int], tuple[bytes, bytes]]
     }
 
 
-@pytest.fixture(scope="module")
-def undisturbed() -> dict[tuple[str, int], tuple[bytes, bytes]]:
+@functools.cache
+def undisturbed(count: int) -> dict[tuple[str, int], tuple[bytes, bytes]]:
     """The tokens of the batch where nothing happens, in virtual time."""
     config = config_of(placement=rollout.InProcessPlacement())
 
     async def main() -> RolloutBatch:
         async with rollout.open_rollout(config, [add]) as runtime:
-            return await runtime.generate(prompts(50), step=1)
+            return await runtime.generate(prompts(count), step=1)
 
     return tokens_of(run_virtual(main))
 
@@ -153,10 +154,10 @@ async def run_disturbed(
         return batch, runtime.statistics()
 
 
-def check(batch: RolloutBatch, statistics: Any, expected: Any) -> None:
+def check(batch: RolloutBatch, statistics: Any, count: int) -> None:
     """Nothing is lost, nobody has a token twice or misses one, nothing is left."""
-    assert [str(t.outcome) for t in batch.trajectories] == [str(Outcome.COMPLETED)] * len(batch)
-    assert tokens_of(batch) == {key: expected[key] for key in tokens_of(batch)}
+    assert [str(t.outcome) for t in batch.trajectories] == [str(Outcome.COMPLETED)] * count * 4
+    assert tokens_of(batch) == undisturbed(count)
     assert all(t.metrics["attempts"] == 1 for t in batch.trajectories)
     assert batch.metrics["tokens/discarded"] == 0
     assert statistics.recoveries.failed == statistics.recoveries.restarted == 0
@@ -195,30 +196,30 @@ FEWER = ("all of them", "trio", 20)
 
 @pytest.mark.parametrize(("name", "backend", "count"), slow_but([FEWER, *CASES], FEWER))
 def test_fault_under_many_trajectories_loses_nothing(
-    name: str, backend: str, count: int, network: list[FaultyProcesses], undisturbed: Any
+    name: str, backend: str, count: int, network: list[FaultyProcesses]
 ) -> None:
     batch, statistics = anyio.run(
         run_disturbed, network, config_of(), count, *FAULTS[name], backend=backend
     )
-    check(batch, statistics, undisturbed)
+    check(batch, statistics, count)
     assert network[0].cuts == 0, "all cuts have been made"
 
 
 def test_engines_that_say_everything_twice_and_talk_to_nobody_lose_nothing(
-    network: list[FaultyProcesses], undisturbed: Any
+    network: list[FaultyProcesses],
 ) -> None:
     options = {**SCENARIO.to_dict()}
     stuttering = CustomEngine(
         core="faulty_cores:StutteringCore", options=options, replicas=REPLICAS
     )
-    batch, statistics = anyio.run(run_disturbed, network, config_of(engine=stuttering), 10)
-    check(batch, statistics, undisturbed)
+    batch, statistics = anyio.run(run_disturbed, network, config_of(engine=stuttering), 20)
+    check(batch, statistics, 20)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("blocked_s", [7.5, 60.0])
 def test_trainer_that_blocks_its_own_loop_loses_no_replica(
-    blocked_s: float, network: list[FaultyProcesses], undisturbed: Any
+    blocked_s: float, network: list[FaultyProcesses]
 ) -> None:
     import time  # noqa: TID251  (a trainer that blocks)
 
@@ -239,7 +240,7 @@ def test_trainer_that_blocks_its_own_loop_loses_no_replica(
     batch, statistics = anyio.run(main, backend="trio")
     assert [replica.starts for replica in statistics.replicas] == [1] * REPLICAS
     assert statistics.recoveries.resumed == 0
-    check(batch, statistics, undisturbed)
+    check(batch, statistics, 50)
 
 
 def embedded(replicas: int, response: int = 64) -> RolloutConfig:

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from itertools import product
 from typing import Any
 
 import anyio
@@ -17,6 +18,7 @@ from rollout import AgentTask, Outcome, Prompt, RolloutBatch
 from rollout.agents import AgentContext
 from rollout.config import InProcessPlacement, LimitsConfig
 from rollout.testing import Scenario
+from slow_cases import slow_but
 
 pytestmark = pytest.mark.process
 BACKENDS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
@@ -141,10 +143,16 @@ def test_async_agent_that_never_returns_ends_by_its_limit_and_others_by_theirs(
     assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
 
 
-@BACKENDS
-@pytest.mark.parametrize("agent", ["blocks_natively", "blocks_as_a_loop"])
+@pytest.mark.parametrize(
+    ("agent", "backend"),
+    slow_but(
+        product(["blocks_natively", "blocks_as_a_loop"], ["asyncio", "trio"]),
+        ("blocks_natively", "trio"),
+        ("blocks_as_a_loop", "asyncio"),
+    ),
+)
 def test_agent_that_blocks_the_runtimes_loop_is_refused_and_named(
-    backend: str, agent: str, caplog: pytest.LogCaptureFixture
+    agent: str, backend: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     batch = finished(backend, ask_with_openai, agent, limits=attrs.evolve(LONG, generation_s=0.5))
     assert [ends[:2] for ends in outcomes(batch, agent)] == [(Outcome.FAILED, "agent")] * 2

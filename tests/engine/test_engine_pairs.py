@@ -40,11 +40,12 @@ ENGINES: dict[str, Any] = {
         core="fake_core:CountingCore", options={"token_s": 0.001, "vocab_size": 1000}, replicas=2
     ),
 }
-#: Two models in processes of their own take their time.
+#: Two models in processes of their own take their time; `test_local_process` has custom ones there.
 MARKS: dict[tuple[str, str], Any] = {
     ("transformers", "local_process"): [pytest.mark.model, pytest.mark.slow],
     ("transformers", "ray"): [pytest.mark.model, pytest.mark.slow],
     ("simulated", "ray"): [pytest.mark.slow],
+    ("custom", "local_process"): [pytest.mark.slow],
     ("custom", "ray"): [pytest.mark.slow],
 }
 PAIRS = [

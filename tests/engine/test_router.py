@@ -8,7 +8,7 @@ from typing import Any
 
 import anyio
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pools import generate, make_pool
@@ -395,7 +395,6 @@ actions = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(strategy=st.sampled_from(STRATEGIES), steps=st.lists(actions, min_size=1, max_size=80))
 def test_counts_equal_assigns_less_releases_whatever_happens(
     strategy: str, steps: list[tuple[str, Any]]

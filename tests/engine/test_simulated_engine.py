@@ -11,7 +11,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.engine.core import (
@@ -498,7 +498,6 @@ async def _serve(
 
 
 @given(jobs=JOBS, prefix_cache=st.booleans())
-@settings(max_examples=30, deadline=None)
 def test_batching_ends_every_job_once_whoever_looks(
     jobs: list[tuple[int, int, int, int | None, int]], prefix_cache: bool
 ) -> None:
@@ -618,7 +617,6 @@ def tokenizer() -> Any:
 
 
 @given(text=TEXTS)
-@settings(max_examples=60, deadline=None)
 def test_tokenizer_and_core_share_their_ids(tokenizer: Any, text: str) -> None:
     ids = tokenizer.encode(text)
     assert ids == list(encode_text(text))

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway_clients import ADD, LOOK, ask, asked, echo, result, system, tried, user
@@ -313,7 +313,6 @@ def echoed(message: ClientMessage, how: str) -> list[ClientMessage]:
     return [replace(message, **changes.get(how, {}))]
 
 
-@settings(max_examples=12)
 @given(STEPS)
 def test_rows_of_random_conversations_hold_every_token_once(steps: list[Any]) -> None:
     """Each step continues one of the turns so far, as some client would."""
