@@ -228,44 +228,10 @@ async def test_vllm_answer_that_leaves_out_what_was_asked_fails_by_name(tmp_path
     await check_faults("vllm", VLLM_FAULTS, tmp_path)
 
 
-async def test_deltas_that_end_with_none_become_tokens(tmp_path: Path) -> None:
-    events = [sglang(IDS[:2], None, 2), sglang(IDS[2:], None, 3), sglang([], STOP, 3)]
-    facts = {"incremental_streaming_output": True}
-    (trajectory,), _, _ = await play("sglang", [events], tmp_path, facts)
-    assert trajectory.outcome is Outcome.COMPLETED, trajectory.cause
-    assert answer_of(trajectory)[0] == IDS
-
-
 AT_ONCE: dict[Api, list[Event]] = {
     "sglang": [sglang([], STOP), sglang([], STOP, output_token_logprobs=None)],
     "vllm": [vllm([], "stop"), vllm([], "stop", logprobs=None, usage={"completion_tokens": 0})],
 }
-
-
-@pytest.mark.parametrize("api", AT_ONCE)
-async def test_answer_that_stops_at_once_is_no_fault_of_the_server(
-    api: Api, tmp_path: Path
-) -> None:
-    for trajectory in (await play(api, [[event] for event in AT_ONCE[api]], tmp_path))[0]:
-        assert trajectory.cause is None or "http://" not in trajectory.cause.message
-
-
-async def test_sglang_abort_repeated_behind_pending_deltas_keeps_their_tokens(
-    tmp_path: Path,
-) -> None:
-    """SGLang joins what waits into one event, and repeats the last token and all log-probs."""
-    aborted = sglang(
-        [*IDS[1:], IDS[-1]],
-        {"type": "abort", "message": "Aborted by AbortReq."},
-        3,
-        output_token_logprobs=[[-0.5, token, None] for token in [*IDS[1:], *IDS]],
-    )
-    facts = {"incremental_streaming_output": True}
-    events = [sglang(IDS[:1], None, 1), aborted]
-    (trajectory,), _, _ = await play("sglang", [events], tmp_path, facts)
-    assert trajectory.cause is not None
-    assert trajectory.cause.message.endswith("the engine aborted the generation")
-    assert answer_of(trajectory)[0] == IDS
 
 
 NEUTRAL = {
@@ -281,14 +247,40 @@ NEUTRAL = {
     "n": 1,
     "logit_bias": None,
 }
+NEUTRAL_OF: dict[Api, dict[str, Any]] = {
+    "sglang": NEUTRAL | {"min_new_tokens": 0, "regex": None, "json_schema": None, "ebnf": None},
+    "vllm": NEUTRAL | {"min_tokens": 0},
+}
 
 
-async def test_bodies_carry_every_sampling_parameter(tmp_path: Path) -> None:
-    _, (body,), _ = await play("sglang", [[sglang(IDS, STOP)]], tmp_path)
-    params = body["sampling_params"]
-    neutral = NEUTRAL | {"min_new_tokens": 0, "regex": None, "json_schema": None, "ebnf": None}
+@pytest.mark.parametrize("api", AT_ONCE)
+async def test_bodies_carry_every_sampling_parameter_and_an_answer_may_stop_at_once(
+    api: Api, tmp_path: Path
+) -> None:
+    answers = [[event] for event in AT_ONCE[api]]
+    trajectories, (body, *_), _ = await play(api, answers, tmp_path)
+    for trajectory in trajectories:
+        assert trajectory.cause is None or "http://" not in trajectory.cause.message
+    params, neutral = body.get("sampling_params", body), NEUTRAL_OF[api]
     assert {name: params[name] for name in neutral} == neutral
-    _, (body,), _ = await play("vllm", [[vllm(IDS, "stop")]], tmp_path)
-    neutral = NEUTRAL | {"min_tokens": 0}
-    assert {name: body[name] for name in neutral} == neutral
-    assert math.isfinite(body["max_tokens"])
+    assert api == "sglang" or math.isfinite(body["max_tokens"])
+
+
+async def test_sglang_deltas_may_end_with_none_and_an_abort_repeated_behind_them_keeps_them(
+    tmp_path: Path,
+) -> None:
+    """SGLang joins what waits into one event, and repeats the last token and all log-probs."""
+    aborted = sglang(
+        [*IDS[1:], IDS[-1]],
+        {"type": "abort", "message": "Aborted by AbortReq."},
+        3,
+        output_token_logprobs=[[-0.5, token, None] for token in [*IDS[1:], *IDS]],
+    )
+    facts = {"incremental_streaming_output": True}
+    whole = [sglang(IDS[:2], None, 2), sglang(IDS[2:], None, 3), sglang([], STOP, 3)]
+    cut = [sglang(IDS[:1], None, 1), aborted]
+    (completed, failed), _, _ = await play("sglang", [whole, cut], tmp_path, facts)
+    assert completed.outcome is Outcome.COMPLETED, completed.cause
+    assert failed.cause is not None
+    assert failed.cause.message.endswith("the engine aborted the generation")
+    assert [answer_of(each)[0] for each in (completed, failed)] == [IDS, IDS]
