@@ -101,7 +101,7 @@ def asked(prompt: Any, session_id: str = "", priority: int = 0, **sampling: Any)
         prompt_ids=pack_ids([int(token) for token in prompt]),
         session_id=session_id,
         priority=priority,
-        sampling=SamplingParams(**{"max_new_tokens": 16, "temperature": 0.0, **sampling}),
+        sampling=SamplingParams(**{"max_new_tokens": 8, "temperature": 0.0, **sampling}),
     )
 
 
@@ -392,7 +392,7 @@ async def test_core_abort_of_a_waiting_request_ends_it_without_tokens(
         gate.open()
     aborted = answers[waiting.request_id]
     assert (aborted.last.finish_reason, aborted.ids) == ("abort", [])
-    assert len(answers[running.request_id].ids) == 16
+    assert len(answers[running.request_id].ids) == 8
 
 
 async def test_core_iterator_closed_early_frees_its_place(tiny: str) -> None:
