@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 # Engine children import `fake_core` from here, and find nothing to download anywhere.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Nobody here is known to an authority of the world's: no client has to read the list of them all.
-os.environ.pop("SSL_CERT_FILE", None)
-os.environ["SSL_CERT_DIR"] = os.path.dirname(__file__)
 
 # Tests look for what is left in the directory of temporary files: each process has its own.
 if "PYTEST_XDIST_WORKER" in os.environ:
