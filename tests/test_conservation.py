@@ -16,7 +16,7 @@ from rollout.testing import run_virtual
 from trials import CEILING_S, TIMED, GroupTrial, Trial, findings
 
 #: Trials of each kind in `make test`; the schedules that each of its seeds is tried under.
-CI_TRIALS = 6
+CI_TRIALS = 4
 FULL_TRIALS = 2000
 GROUP_TRIALS = 800
 #: Trials of one test.

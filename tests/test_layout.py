@@ -8,8 +8,12 @@ import graphlib
 import re
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SOURCE = Path(__file__).parents[1] / "src"
 
@@ -92,7 +96,10 @@ def _module_name(path: Path, source: Path) -> str:
 def imports_of(path: Path, known: object) -> set[str]:
     """Those of `known` that a file imports."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree, source = parsed(path)
+    # Expressions, which are most nodes, have imports where this word is.
+    nodes = ast.walk(tree) if "import_module" in source else statements(tree)
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -102,6 +109,21 @@ def imports_of(path: Path, known: object) -> set[str]:
         elif isinstance(node, ast.Call) and _last_name(node.func) == "import_module":
             found |= {each.value for each in node.args if isinstance(each, ast.Constant)}
     return {name for name in found if name in known}  # type: ignore[operator]
+
+
+@functools.cache
+def parsed(path: Path) -> tuple[ast.Module, str]:
+    source = path.read_text(encoding="utf-8")
+    return ast.parse(source), source
+
+
+def statements(tree: ast.Module) -> Iterator[ast.AST]:
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            waiting += getattr(node, name, None) or []
 
 
 def _last_name(function: ast.expr) -> str | None:
@@ -134,6 +156,13 @@ def faults(source: Path) -> list[str]:
     return found
 
 
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    """Keeps its tests in one process, which reads all files once."""
+    return import_graph(SOURCE)
+
+
+@pytest.mark.usefixtures("graph")
 def test_layout_imports_point_down_and_close_no_circle() -> None:
     assert faults(SOURCE) == []
 
@@ -182,8 +211,7 @@ def test_layout_circle_is_found(tmp_path: Path) -> None:
     assert "rollout.chat.encoding" in fault
 
 
-def test_layout_engine_side_needs_msgspec_and_anyio() -> None:
-    graph = import_graph(SOURCE)
+def test_layout_engine_side_needs_msgspec_and_anyio(graph: Graph) -> None:
     paths = {_module_name(path, SOURCE): path for path in SOURCE.rglob("*.py")}
     side = {
         name
@@ -210,7 +238,7 @@ def test_layout_engine_side_needs_msgspec_and_anyio() -> None:
 def packages_of(path: Path) -> set[str]:
     """Packages that a file imports when it is imported itself."""
     found: set[str] = set()
-    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    waiting: list[ast.AST] = [parsed(path)[0]]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Import):

@@ -36,9 +36,11 @@ from hypothesis import given, settings, strategies as st
 @pytest.fixture
 def run(pytester: pytest.Pytester) -> Any:
     """Run a test file with the plugin, every warning an error."""
+    gc.freeze()  # pytest's end looks for garbage five times, in all that this process has loaded
     pytester.makeconftest('pytest_plugins = ["rollout.testing.plugin"]')
     pytester.makeini(
-        "[pytest]\nfilterwarnings = error\naddopts = --strict-markers -p no:cacheprovider"
+        "[pytest]\nfilterwarnings = error\n"
+        "addopts = --strict-markers -p no:cacheprovider -p no:langsmith_plugin -p no:xdist"
     )
 
     def run_file(source: str, *options: str) -> pytest.RunResult:

@@ -176,7 +176,7 @@ async def test_reward_that_never_returns_meets_its_limit_and_keeps_the_tokens() 
 async def test_agent_timeout_of_a_prompt_ends_its_agent_and_is_rewarded(word: str) -> None:
     strict = AgentConfig(tokenization_check="strict")
     config = scenario((len(CALL) + 1) / SPOKEN_S).config(
-        lengths=rollout.LengthsConfig(prompt=2048, response=100_000), agent=strict
+        lengths=rollout.LengthsConfig(prompt=2048, response=2000), agent=strict
     )
     messages = [{"role": "user", "content": word}]
     extras: list[dict[str, Any]] = [{"agent_timeout_s": 7}, {"agent_timeout_s": None}]
