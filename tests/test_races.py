@@ -83,7 +83,7 @@ async def leaky(recorder: Recorder) -> None:
 
 def test_explore_fault_is_found_and_can_be_replayed_alone() -> None:
     with pytest.raises(RacesFoundError, match="replay") as caught:
-        explore(leaky, injections=("cancel",), share=0.1, seed=3)
+        explore(leaky, injections=("cancel",), share=0.04, seed=3)
     assert "LookupError('swallowed')" in str(caught.value)
     race = caught.value.races[0]
     assert replay(leaky, race.injection, step=race.step, seed=race.seed) == list(race.anomalies)

@@ -205,7 +205,7 @@ async def test_agent_timeout_that_is_no_time_is_refused(value: Any) -> None:
 
 async def test_engine_that_is_full_for_hours_ends_a_trajectory_by_its_limit() -> None:
     full = Scenario(seed=1).reply("", filler=5).fault(reject_share=1.0)
-    limits = LimitsConfig(batch_s=9000.0, trajectory_s=8000.0, turn_s=None, generation_s=1200.0)
+    limits = LimitsConfig(batch_s=9000.0, trajectory_s=8000.0, turn_s=None, generation_s=1050.0)
     async with rollout.open_rollout(full.config(limits=limits)) as runtime:
         batch = await runtime.generate([Prompt(messages=[{"role": "user", "content": "x"}])])
     [trajectory] = batch.trajectories

@@ -24,7 +24,7 @@ from rollout.testing import Scenario, run_virtual, tool_call
 SCENARIO = (
     Scenario(seed=1)
     .reply("slow", tool_call("add", a=1, b=1), filler=20)
-    .then("word " * 200)
+    .then("word " * 80)
     .reply("", tool_call("add", a=1, b=1), filler=20)
     .then("the end")
     .timing(base_s=0.01, slope_s=0.0, prefill_tokens_per_s=1e9)

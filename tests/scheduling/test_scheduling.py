@@ -200,7 +200,7 @@ async def test_stream_that_nobody_reads_admits_until_its_buffer_and_its_slots_ar
     config = OK.config(scheduling=SchedulingConfig(samples_per_prompt=20, max_in_flight=3))
     async with rollout.open_rollout(config) as runtime:
         async with runtime.stream([user("go")]) as trajectories:
-            await anyio.sleep(1000.0)
+            await anyio.sleep(100.0)
             assert runtime.statistics().running == 3  # they have ended, and wait
             assert runtime.statistics().finished == 3 + 3
             received = [each async for each in trajectories]
