@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from rollout import Group, Trajectory
 
 
-def score(trajectory: Trajectory) -> float:
-    """1, but for prompts that say what to do in place of that."""
+def score(trajectory: Trajectory) -> float | Reward:
+    """1, with what was given, but for prompts that say what to do in place of that."""
     match trajectory.extra.get("does"):
         case "exit":
             os._exit(7)
@@ -32,6 +32,10 @@ def score(trajectory: Trajectory) -> float:
             raise OSError("no judge")
         case "leave":
             sys.exit(3)
+        case "hold":  # what only this process can
+            return Reward(value=1.0, extra={"lock": object()})
+    if "given" in trajectory.extra:
+        return Reward(value=1.0, extra={"echo": trajectory.extra["given"]})
     return 1.0
 
 
@@ -65,19 +69,11 @@ def tell(trajectory: Trajectory) -> Reward:
             "seeds": segment.seeds,
             "num_turns": trajectory.num_turns,
             "array": trajectory.extra["array"],
+            "path": sys.path,
+            "python_path": os.environ["PYTHONPATH"],  # what programs would see that it starts
         },
         turn_values=[float(at + 1) for at in range(len(generated))],
     )
-
-
-async def later(trajectory: Trajectory) -> dict[str, Any]:
-    """From a loop of its own."""
-    return {"score": 0.25, "pid": os.getpid()}
-
-
-def surroundings(trajectory: Trajectory) -> dict[str, Any]:
-    """Where its imports look, and what programs would see that it starts."""
-    return {"score": 1.0, "path": sys.path, "python_path": os.environ["PYTHONPATH"]}
 
 
 LOOPS: list[Any] = []
@@ -91,20 +87,12 @@ async def on_one_loop(trajectory: Trajectory) -> float:
     return float(LOOPS[-1] is LOOPS[0])
 
 
-def compute_score(solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
-    """Written for verl."""
+async def compute_score(
+    solution_str: str, ground_truth: str, extra_info: dict[str, Any]
+) -> dict[str, Any]:
+    """Written for verl, on a loop."""
     assert extra_info["num_turns"]
-    return float(ground_truth in solution_str)
-
-
-def unsendable(trajectory: Trajectory) -> Reward:
-    """What only this process can hold."""
-    return Reward(value=1.0, extra={"lock": object()})
-
-
-def echo(trajectory: Trajectory) -> Reward:
-    """What arrived, and goes back."""
-    return Reward(value=1.0, extra={"echo": trajectory.extra["given"]})
+    return {"score": float(ground_truth in solution_str), "pid": os.getpid()}
 
 
 def rank(group: Group) -> list[float | None]:
@@ -114,17 +102,6 @@ def rank(group: Group) -> list[float | None]:
     lengths = [len(each.answer) for each in group.trajectories]
     assert (group.min_version, group.max_version) == (0, 0)
     return [float(sorted(lengths).index(length)) for length in lengths]
-
-
-class Judge:
-    """An object that is called."""
-
-    def __call__(self, trajectory: Trajectory) -> float:
-        """How long the answer is."""
-        return float(len(trajectory.answer))
-
-
-judge = Judge()
 
 
 def slow_then_right(trajectory: Trajectory) -> float:

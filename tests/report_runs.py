@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import re
 import zlib
@@ -257,6 +258,7 @@ def _decode(ids: Any) -> str:
     return str(_TOKENIZER.decode(list(ids)))
 
 
+@functools.cache
 def _transcript(number: int, result: str, *, is_cut: bool) -> tuple[Transcript, list[Message]]:
     encode = _TOKENIZER.encode
     arguments = {"query": f"boats {number}"}

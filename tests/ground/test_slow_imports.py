@@ -83,18 +83,18 @@ async def refusal(limit_s: float, *, tools: Any = (), reward: Any = None) -> str
 async def test_reward_process_that_imports_too_long_says_which_and_what_to_do(
     module: Callable[[str], Any], tmp_path: Path
 ) -> None:
-    said = await refusal(2.0, reward=module("time.sleep(60)").score)
+    said = await refusal(1.0, reward=module("time.sleep(60)").score)
     assert said == (
         f"rewards.processes: score of {tmp_path / 'slow_rewards.py'} was not imported within "
-        f"limits.reward_s = 2 s, by a new process of {sys.executable}{REMEDY}"
+        f"limits.reward_s = 1 s, by a new process of {sys.executable}{REMEDY}"
     )
 
 
 async def test_import_of_a_tool_that_never_lets_a_thread_run_is_ended_too(
     module: Callable[[str], Any], tmp_path: Path
 ) -> None:
-    said = await refusal(2.0, tools=[module("import heavy").shout])
+    said = await refusal(1.0, tools=[module("import heavy").shout])
     assert said == (
         f"isolation = 'process': shout of {tmp_path / 'slow_rewards.py'} was not imported within "
-        f"limits.tool_s = 2 s, by a new process of {sys.executable}{REMEDY}"
+        f"limits.tool_s = 1 s, by a new process of {sys.executable}{REMEDY}"
     )

@@ -97,7 +97,7 @@ def test_collect_resumed_at_every_record_gives_again_what_a_call_had(
 ) -> None:
     path = tmp_path / "journal"
     whole = run(config_of(path), [0, 1], policy=policy)
-    for size in record_ends(path)[::STRIDE]:
+    for size in record_ends(path)[STRIDE::STRIDE]:
         half = cut(path, size)
         recorded, known = read_journal(half), records_in(half)
         had = {pull.delivered_in.step for pull in recorded.pulls.values() if pull.delivered_in}
@@ -171,7 +171,7 @@ def test_group_reward_of_a_recorded_group_is_not_asked_for_again(tmp_path: Path)
     path = tmp_path / "journal"
     whole = run(config_of(path), [0, 1], policy=None, group_reward=ranked)
     assert all(each["reward"] for batch in whole.batches for each in batch)
-    for size in record_ends(path)[::STRIDE]:
+    for size in record_ends(path)[STRIDE::STRIDE]:
         half = cut(path, size)
         ended = {k.uid for k, each in read_journal(half).trajectories.items() if each.end}
         RANKED.clear()
@@ -206,7 +206,7 @@ def test_generate_with_a_group_reward_is_resumed_group_by_group(tmp_path: Path) 
         return [content(each) for each in run_virtual(act)]
 
     whole = generated(path, False)
-    for size in record_ends(path)[::STRIDE]:
+    for size in record_ends(path)[STRIDE::STRIDE]:
         half = cut(path, size)
         ended = {k.uid for k, each in read_journal(half).trajectories.items() if each.end}
         RANKED.clear()
@@ -282,7 +282,7 @@ def test_call_that_ended_with_its_source_does_so_again_with_the_same_groups(
     path = tmp_path / "journal"
     whole = epochs(path)
     assert whole == [["p0", "p1", "p2", "p3"], ["ended", "p4", "p5"]] * 2
-    for size in record_ends(path)[::60]:
+    for size in record_ends(path)[60::60]:
         assert epochs(cut(path, size), resume=True) == whole
 
 

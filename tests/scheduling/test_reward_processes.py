@@ -136,7 +136,11 @@ async def test_reward_processes_among_many_those_that_fail_fail_alone() -> None:
         assert how == (Outcome.FAILED, "reward", None)
 
 
-async def test_reward_process_sees_the_trajectory_as_it_is() -> None:
+async def test_reward_process_sees_the_trajectory_as_it_is_and_what_the_driver_has_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path / "a:b")
     prompt = user(uid="p", ground_truth={"sum": 5}, extra={"array": np.arange(3), "half": "\ud800"})
     (trajectory,) = (await rewarded([prompt], isolated_rewards.tell, scenario=TOOLS)).trajectories
     extra, transcript = trajectory.extra, trajectory.transcript
@@ -165,32 +169,15 @@ async def test_reward_process_sees_the_trajectory_as_it_is() -> None:
     assert extra["array"] == [0, 1, 2]
     assert trajectory.segments[0].token_rewards is not None
     assert sum(trajectory.segments[0].token_rewards) == 3.0
+    assert extra["python_path"] == str(tmp_path)
+    assert extra["path"] == [path or str(Path.cwd()) for path in sys.path]
 
 
-async def test_reward_process_has_the_environment_and_the_paths_of_the_driver(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.syspath_prepend(tmp_path / "a:b")
-    (one,) = (await rewarded([user()], isolated_rewards.surroundings)).trajectories
-    assert one.extra["python_path"] == str(tmp_path)
-    assert one.extra["path"] == [path or str(Path.cwd()) for path in sys.path]
-
-
-@pytest.mark.parametrize(
-    ("reward", "expected"),
-    [
-        (isolated_rewards.later, 0.25),
-        (isolated_rewards.compute_score, 1.0),
-        ("isolated_rewards:judge", 5.0),
-    ],
-)
-async def test_reward_process_calls_async_functions_those_of_verl_and_what_a_name_names(
-    reward: Any, expected: float
-) -> None:
-    (one,) = (await rewarded([user(ground_truth="Done")], reward)).trajectories
-    assert (one.answer, one.reward) == ("Done.", expected)
-    assert one.extra.get("pid") != os.getpid()
+async def test_reward_process_calls_async_functions_and_those_of_verl() -> None:
+    prompt = user(ground_truth="Done")
+    (one,) = (await rewarded([prompt], isolated_rewards.compute_score)).trajectories
+    assert (one.answer, one.reward) == ("Done.", 1.0)
+    assert one.extra["pid"] != os.getpid()
 
 
 async def test_group_reward_in_processes_fails_its_own_group_alone() -> None:
@@ -211,29 +198,6 @@ async def test_reward_process_that_died_is_asked_again_where_retries_say_so(
     prompt = user(extra={"path": str(tmp_path / "called")})
     (one,) = (await rewarded([prompt], isolated_rewards.slow_then_right, retries=1)).trajectories
     assert (one.outcome, one.reward, one.cause) == (Outcome.COMPLETED, 1.0, None)
-
-
-@pytest.mark.parametrize(
-    ("reward", "extra", "said"),
-    [
-        (
-            isolated_rewards.unsendable,
-            {},
-            "rewards[0].extra['lock'] is a object; expected plain data",
-        ),
-        (
-            isolated_rewards.score,
-            {"lock": object()},
-            "trajectories[0].extra['lock'] is a object; expected plain data",
-        ),
-    ],
-)
-async def test_reward_process_cannot_be_handed_what_is_no_plain_data(
-    reward: Any, extra: dict[str, Any], said: str
-) -> None:
-    (one,) = (await rewarded([user(extra=extra)], reward)).trajectories
-    assert one.cause is not None
-    assert said in one.cause.message
 
 
 @dataclass(kw_only=True)
@@ -260,21 +224,33 @@ def test_reward_process_is_not_handed_another_value_than_was_given(value: Any, s
     assert said in str(caught.value)
 
 
-async def test_reward_process_and_its_driver_hand_over_what_msgpack_can_hold() -> None:
+async def test_reward_process_hands_over_what_msgpack_can_hold_and_may_die_while_it_idles() -> None:
     given = {
         "moment": datetime(2020, 1, 1, 12, tzinfo=timezone(HOURS)),
         "outcome": Outcome.COMPLETED,
         "keys": {1: 2, None: 3, (1, 2): 3.5},
         "data": Held(held=[1, "\ud800"]),
     }
-    (one,) = (await rewarded([user(extra={"given": given})], isolated_rewards.echo)).trajectories
-    assert one.extra["echo"] == {**given, "data": {"held": [1, "\ufffd"]}}
+    extras = [{"given": given}, {"does": "hold"}, {"lock": object()}]
+    async with rollout.open_rollout(configured(), reward=isolated_rewards.score) as runtime:
+        batch = await runtime.generate([user(extra=extra) for extra in extras])
+        (child,) = children()
+        await kill_and_wait(child)
+        again = await runtime.generate([user(), user()])
+    assert [each.reward for each in again.trajectories] == [1.0, 1.0]
+    echo, unsendable, lock = batch.trajectories
+    assert echo.extra["echo"] == {**given, "data": {"held": [1, "\ufffd"]}}
+    for one, what in ((unsendable, "rewards[0]"), (lock, "trajectories[0]")):
+        assert one.cause is not None
+        assert f"{what}.extra['lock'] is a object; expected plain data" in one.cause.message
 
 
-async def test_reward_that_a_file_holds_is_named_by_it(tmp_path: Path) -> None:
-    (tmp_path / "rewards.py").write_text("def score(trajectory):\n    return 0.5\n")
-    reward = f"{tmp_path}/rewards.py:score"
-    (one,) = (await rewarded([user()], reward)).trajectories
+async def test_reward_that_a_file_holds_is_named_by_it_also_an_object(tmp_path: Path) -> None:
+    source = (
+        "class Judge:\n    def __call__(self, trajectory):\n        return 0.5\njudge = Judge()\n"
+    )
+    (tmp_path / "rewards.py").write_text(source)
+    (one,) = (await rewarded([user()], f"{tmp_path}/rewards.py:judge")).trajectories
     assert one.reward == 0.5
 
 
@@ -294,16 +270,6 @@ async def test_reward_that_no_process_can_import_is_refused_before_anything_star
 ) -> None:
     with pytest.raises(rollout.ConfigError, match=re.escape(said)):
         await rewarded([user()], reward)
-
-
-async def test_reward_process_that_died_while_it_idled_fails_no_reward() -> None:
-    config = configured()
-    async with rollout.open_rollout(config, reward=isolated_rewards.score) as runtime:
-        await runtime.generate([user()])
-        (child,) = children()
-        await kill_and_wait(child)
-        batch = await runtime.generate([user(), user()])
-        assert [each.reward for each in batch.trajectories] == [1.0, 1.0]
 
 
 async def test_reward_that_waits_for_a_thread_has_all_its_time_once_it_is_called() -> None:
