@@ -6,7 +6,7 @@ import asyncio  # noqa: TID251
 import logging
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -109,46 +109,46 @@ def outcomes(batch: RolloutBatch) -> list[str]:
     return [sample.outcome for sample in batch.samples]
 
 
+def among_calm(words: Iterable[str], **fields: Any) -> list[Prompt]:
+    """A calm prompt before each that is not, and one at the end."""
+    return [user(text, **fields) for word in words for text in ("calm", word)] + [user("calm")]
+
+
 @BOTH
-@pytest.mark.parametrize("word", RAISERS)
-async def test_agent_raises_anything_its_trajectory_alone_fails(
-    word: str, anyio_backend: str
-) -> None:
-    prompts = [user("calm", agent_name="raising") for _ in range(7)]
-    prompts.insert(3, user(word, agent_name="raising"))
-    batch = await generate(prompts)
-    assert outcomes(batch) == ["completed"] * 3 + ["failed"] + ["completed"] * 4
-    failed = batch.trajectories[3]
-    assert failed.reason == "agent"
-    assert failed.cause is not None
-    assert failed.transcript.generated_length == batch.trajectories[0].transcript.generated_length
+async def test_agent_raises_anything_its_trajectory_alone_fails(anyio_backend: str) -> None:
+    batch = await generate(among_calm(RAISERS, agent_name="raising"))
+    assert outcomes(batch) == ["completed", "failed"] * len(RAISERS) + ["completed"]
+    for failed in batch.trajectories[1::2]:
+        assert failed.reason == "agent"
+        assert failed.cause is not None
+        calm = batch.trajectories[0]
+        assert failed.transcript.generated_length == calm.transcript.generated_length
 
 
-@pytest.mark.parametrize("word", SPOILERS)
-async def test_agent_assigns_anything_to_its_context_its_trajectory_alone_fails(word: str) -> None:
-    batch = await generate([user("calm"), user(word, agent_name="raising"), user("calm")])
-    assert outcomes(batch) == ["completed", "failed", "completed"]
-    assert batch.trajectories[1].reason == "agent"
+async def test_agent_assigns_anything_to_its_context_its_trajectory_alone_fails() -> None:
+    batch = await generate(among_calm(SPOILERS, agent_name="raising"))
+    assert outcomes(batch) == ["completed", "failed"] * len(SPOILERS) + ["completed"]
+    assert {each.reason for each in batch.trajectories[1::2]} == {"agent"}
     batch.tensors  # noqa: B018  (it can be laid out)
 
 
 @pytest.mark.parametrize("is_sync", [False, True])
-@pytest.mark.parametrize("word", RAISERS)
-async def test_reward_raises_anything_its_trajectory_alone_fails(word: str, is_sync: bool) -> None:
+async def test_reward_raises_anything_its_trajectory_alone_fails(is_sync: bool) -> None:
     def reward(trajectory: Trajectory) -> float:
-        if word_of(trajectory.prompt) in RAISERS:
+        word = word_of(trajectory.prompt)
+        if word in RAISERS:
             raise RAISERS[word]()
         return 1.0
 
     async def reward_async(trajectory: Trajectory) -> float:
         return reward(trajectory)
 
-    prompts = [user("calm"), user(word), user("calm")]
-    batch = await generate(prompts, reward=reward if is_sync else reward_async)
-    assert outcomes(batch) == ["completed", "failed", "completed"]
-    assert [t.reward for t in batch.trajectories] == [1.0, None, 1.0]
-    assert batch.trajectories[1].reason == "reward"
-    assert batch.trajectories[1].transcript.generated_length > 0
+    batch = await generate(among_calm(RAISERS), reward=reward if is_sync else reward_async)
+    assert outcomes(batch) == ["completed", "failed"] * len(RAISERS) + ["completed"]
+    assert [t.reward for t in batch.trajectories] == [1.0, None] * len(RAISERS) + [1.0]
+    for failed in batch.trajectories[1::2]:
+        assert failed.reason == "reward"
+        assert failed.transcript.generated_length > 0
 
 
 @pytest.mark.parametrize("field", ["metrics", "transcript"])

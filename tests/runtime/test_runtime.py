@@ -255,36 +255,35 @@ async def test_generate_same_seed_gives_the_same_tokens_and_members_differ() -> 
     assert len(rows) == 4
 
 
-@pytest.mark.parametrize(
-    ("prompt", "reason", "said"),
-    [
-        (Prompt(messages=[]), "empty_prompt", "messages: expected at least one message"),
-        (user("x", agent_name="nobody"), "unknown_agent", "no agent is registered as 'nobody'"),
-        (user("x", sampling={"temperature": -1}), "bad_sampling", "temperature = -1"),
-        (user("x", sampling={"heat": 1}), "bad_sampling", "sampling.heat: unknown key"),
-        (
-            user("x", extra={"interaction_kwargs": {"name": "ghost"}}),
-            "unknown_interaction",
-            "unknown interaction 'ghost'",
-        ),
-        (user("x", tools=["hammer"]), "unknown_tool", "'hammer'"),
-        (user("y" * 3000), "prompt_length", "lengths.prompt = 2048"),
-        (Prompt(messages=[{"content": "x"}]), "bad_message", "messages[0] has no role"),
-        (user("\ud800"), "bad_message", "the messages hold '\\ud800': half of a character"),
-        (user("x", sampling={"stop_token_ids": [300]}), "bad_sampling", "stop_token_ids = (300,)"),
-    ],
-)
-async def test_bad_prompt_is_rejected_and_the_others_are_unharmed(
-    prompt: Prompt, reason: str, said: str
-) -> None:
-    batch = await generate(ADDING, [user("What is 2 + 3?"), prompt], tools=[add])
-    good, bad = batch.trajectories
+BAD_PROMPTS: list[tuple[Prompt, str, str]] = [
+    (Prompt(messages=[]), "empty_prompt", "messages: expected at least one message"),
+    (user("x", agent_name="nobody"), "unknown_agent", "no agent is registered as 'nobody'"),
+    (user("x", sampling={"temperature": -1}), "bad_sampling", "temperature = -1"),
+    (user("x", sampling={"heat": 1}), "bad_sampling", "sampling.heat: unknown key"),
+    (
+        user("x", extra={"interaction_kwargs": {"name": "ghost"}}),
+        "unknown_interaction",
+        "unknown interaction 'ghost'",
+    ),
+    (user("x", tools=["hammer"]), "unknown_tool", "'hammer'"),
+    (user("y" * 3000), "prompt_length", "lengths.prompt = 2048"),
+    (Prompt(messages=[{"content": "x"}]), "bad_message", "messages[0] has no role"),
+    (user("\ud800"), "bad_message", "the messages hold '\\ud800': half of a character"),
+    (user("x", sampling={"stop_token_ids": [300]}), "bad_sampling", "stop_token_ids = (300,)"),
+]
+
+
+async def test_bad_prompts_are_rejected_and_the_others_are_unharmed() -> None:
+    prompts = [user("What is 2 + 3?"), *(prompt for prompt, _, _ in BAD_PROMPTS)]
+    batch = await generate(ADDING, prompts, tools=[add])
+    good, *others = batch.trajectories
     assert good.outcome is Outcome.COMPLETED
-    assert (bad.outcome, bad.reason, bad.trainable) == (Outcome.REJECTED, reason, False)
-    assert bad.cause is not None
-    assert said in bad.cause.message
-    assert batch.tensors["attention_mask"][1].sum() == 0
-    assert batch.tensors["trainable"].tolist() == [True, False]
+    for bad, (_, reason, said) in zip(others, BAD_PROMPTS, strict=True):
+        assert (bad.outcome, bad.reason, bad.trainable) == (Outcome.REJECTED, reason, False)
+        assert bad.cause is not None
+        assert said in bad.cause.message
+    assert batch.tensors["attention_mask"][1:].sum() == 0
+    assert batch.tensors["trainable"].tolist() == [True] + [False] * len(others)
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def raising(group: Group) -> list[float]:
     raise OSError("no judge")
 
 
-WRONG = [
+WRONG: list[tuple[Any, str]] = [
     (raising, "OSError: no judge"),
     (lambda group: [1.0], "the group reward function returned 1 rewards; expected 3, one for each"),
     (
@@ -167,16 +167,17 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("function", "said"), WRONG)
-async def test_group_reward_that_raises_or_is_of_a_wrong_shape_leaves_the_group_unrewarded(
-    function: Any, said: str
-) -> None:
-    async def wrong_once(group: Group) -> Any:
-        return function(group) if group.uid == "prompt-0" else by_length(group)
+async def test_group_reward_that_raises_or_is_of_a_wrong_shape_leaves_the_group_unrewarded() -> (
+    None
+):
+    async def mostly_wrong(group: Group) -> Any:
+        at = int(group.uid.removeprefix("prompt-"))
+        return WRONG[at][0](group) if at < len(WRONG) else by_length(group)
 
-    batch = await run(wrong_once)
-    unrewarded, fine = batch.trajectories[:MEMBERS], batch.trajectories[MEMBERS:]
-    for each in unrewarded:
+    batch = await run(mostly_wrong, len(WRONG) + 1)
+    fine = batch.trajectories[-MEMBERS:]
+    for at, each in enumerate(batch.trajectories[:-MEMBERS]):
+        said = WRONG[at // MEMBERS][1]
         assert (each.outcome, each.reason) == (Outcome.FAILED, "group_reward")
         assert each.reward is None
         assert not each.trainable
