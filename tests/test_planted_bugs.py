@@ -435,9 +435,8 @@ def test_checker_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch
     trajectories = 0
     found: list[str] = []
     first = IN_CI.get(name, 0)
-    for seed in range(
-        first, first + MOST_TRAJECTORIES
-    ):  # a plant may keep trials from admitting anybody
+    # A plant may keep trials from admitting anybody.
+    for seed in range(first, first + MOST_TRAJECTORIES):
         texts, recorder = findings(seed)
         trajectories += sum(call.members for each in recorder.runtimes for call in each.calls)
         found += texts
