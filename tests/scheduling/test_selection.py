@@ -17,7 +17,7 @@ pytestmark = pytest.mark.anyio
 
 FILLER = {"median": 40, "sigma": 1.0, "max": 800}
 LONG_TAIL = Scenario(seed=5).reply("", filler=FILLER)
-COUNT = 24
+COUNT = 16
 
 
 def mean(batch: Any) -> float:
