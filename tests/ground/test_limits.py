@@ -12,6 +12,7 @@ from rollout import Outcome, Prompt, Trajectory, function_tool
 from rollout.config import AgentConfig, LimitsConfig, SchedulingConfig
 from rollout.interactions import Interaction, InteractionContext, InteractionTurn
 from rollout.testing import Scenario, tool_call
+from slow_cases import slow_after
 
 pytestmark = pytest.mark.anyio
 
@@ -203,9 +204,10 @@ async def test_agent_timeout_that_is_no_time_is_refused(value: Any) -> None:
             await runtime.generate([prompt])
 
 
-async def test_engine_that_is_full_for_hours_ends_a_trajectory_by_its_limit() -> None:
+@pytest.mark.parametrize("seconds", slow_after(1, [60.0, 1200.0]))
+async def test_engine_that_stays_full_ends_a_trajectory_by_its_limit(seconds: float) -> None:
     full = Scenario(seed=1).reply("", filler=5).fault(reject_share=1.0)
-    limits = LimitsConfig(batch_s=9000.0, trajectory_s=8000.0, turn_s=None, generation_s=1050.0)
+    limits = LimitsConfig(batch_s=9000.0, trajectory_s=8000.0, turn_s=None, generation_s=seconds)
     async with rollout.open_rollout(full.config(limits=limits)) as runtime:
         batch = await runtime.generate([Prompt(messages=[{"role": "user", "content": "x"}])])
     [trajectory] = batch.trajectories
