@@ -96,10 +96,10 @@ def _module_name(path: Path, source: Path) -> str:
 def imports_of(path: Path, known: object) -> set[str]:
     """Those of `known` that a file imports."""
     found: set[str] = set()
-    tree, source = parsed(path)
-    # Expressions, which are most nodes, have imports where this word is.
-    nodes = ast.walk(tree) if "import_module" in source else statements(tree)
-    for node in nodes:
+    source = path.read_text(encoding="utf-8")
+    # Expressions, which are most nodes, import by this word alone.
+    walk = ast.walk if "import_module" in source else statements
+    for node in walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -111,19 +111,11 @@ def imports_of(path: Path, known: object) -> set[str]:
     return {name for name in found if name in known}  # type: ignore[operator]
 
 
-@functools.cache
-def parsed(path: Path) -> tuple[ast.Module, str]:
-    source = path.read_text(encoding="utf-8")
-    return ast.parse(source), source
-
-
-def statements(tree: ast.Module) -> Iterator[ast.AST]:
-    waiting: list[ast.AST] = [tree]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
-            waiting += getattr(node, name, None) or []
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    yield node
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for inner in getattr(node, name, ()):
+            yield from statements(inner)
 
 
 def _last_name(function: ast.expr) -> str | None:
@@ -238,7 +230,7 @@ def test_layout_engine_side_needs_msgspec_and_anyio(graph: Graph) -> None:
 def packages_of(path: Path) -> set[str]:
     """Packages that a file imports when it is imported itself."""
     found: set[str] = set()
-    waiting: list[ast.AST] = [parsed(path)[0]]
+    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Import):
