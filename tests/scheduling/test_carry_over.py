@@ -275,7 +275,7 @@ async def test_carried_groups_of_one_uid_come_in_calls_of_their_own() -> None:
 async def test_stream_groups_carried_groups_that_are_too_old_begin_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    lengths = Scenario(seed=2).reply("", filler={"median": 200, "sigma": 1.2, "max": 4000})
+    lengths = Scenario(seed=2).reply("", filler={"median": 100, "sigma": 1.2, "max": 2000})
     source, version, oldest, taken = Counted(), 0, 0, []
     async with rollout.open_rollout(config(lengths)) as runtime:
         for step in range(3):
