@@ -50,8 +50,11 @@ async def opened(provider: str, **settings: Any) -> AsyncIterator[Sandbox]:
 
 
 def spec_for(provider: str, **settings: Any) -> SandboxSpec:
-    image = {"image": IMAGE, "workdir": "/work"} if provider == "container" else {}
-    return SandboxSpec(**{**image, **settings})
+    return SandboxSpec(**{**image_for(provider), **settings})
+
+
+def image_for(provider: str) -> dict[str, Any]:
+    return {"image": IMAGE, "workdir": "/work"} if provider == "container" else {}
 
 
 _numbers = itertools.count()
@@ -63,14 +66,12 @@ def unique_seconds() -> str:
 
 
 def processes_with(token: str) -> list[psutil.Process]:
-    """Processes anywhere on this machine with this word in their command line."""
+    """Processes anywhere on this machine with this word in their command line, but zombies."""
     found = []
-    for pid in psutil.pids():
-        with suppress(psutil.Error):
-            process = psutil.Process(pid)
-            is_alive = process.status() != psutil.STATUS_ZOMBIE
-            if pid != os.getpid() and is_alive and token in process.cmdline():
-                found.append(process)
+    for place in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError, psutil.Error):
+            if token.encode() in place.read_bytes().split(b"\0"):
+                found.append(psutil.Process(int(place.parent.name)))
     return found
 
 
