@@ -128,6 +128,16 @@ CELLS = [
     ("print('\\udc80')", "?\n", False),
     ("input()", "EOFError: EOF when reading a line", True),
     ("import os\nif os.fork() == 0: print('child')\nelse: os.wait()\nNone", "child\n", False),
+    (
+        "import multiprocessing, pickle, dataclasses\n"
+        "@dataclasses.dataclass\nclass A:\n    b: int = 1\n"
+        "def double(n): return 2 * n\n"
+        "with multiprocessing.get_context('fork').Pool(2) as pool:\n"
+        "    print(pool.map(double, [1, 2]))\n"
+        "pickle.loads(pickle.dumps(A()))",
+        "[2, 4]\nA(b=1)\n",
+        False,
+    ),
     ("import sys\nsys.stdout.close()", "(no output)", False),
 ]
 
@@ -137,24 +147,11 @@ async def test_python_code_is_answered_as_an_interpreter_would() -> None:
         for code, text, is_error in CELLS:
             said = await hands.python(code)
             assert (said.is_error, said.text[-len(text) :]) == (is_error, text)
+            assert is_error or said.text == text
             assert "ast.py" not in said.text
 
 
-async def test_python_objects_of_cells_can_be_pickled_and_forked_workers_do_not_answer() -> None:
-    code = """
-import multiprocessing, pickle, dataclasses
-@dataclasses.dataclass
-class A:
-    b: int = 1
-def double(n): return 2 * n
-with multiprocessing.get_context("fork").Pool(2) as pool: print(pool.map(double, [1, 2]))
-pickle.loads(pickle.dumps(A()))
-"""
-    async with holding("none", PythonTool()) as hands:
-        assert await hands.python(code) == ToolResult("[2, 4]\nA(b=1)\n")
-
-
-async def test_python_that_runs_too_long_is_killed_and_the_next_call_starts_anew(
+async def test_python_that_is_killed_cancelled_or_ends_itself_starts_anew_with_the_next_call(
     provider: str,
 ) -> None:
     async with holding(provider, PythonTool(timeout_s=1.0)) as hands:
@@ -167,32 +164,23 @@ async def test_python_that_runs_too_long_is_killed_and_the_next_call_starts_anew
         again = await hands.python("x")
         assert again.is_error
         assert again.text.startswith(f"[{LOST}\nTraceback")
-        assert await hands.python("1") == ToolResult("1\n")
-
-
-async def test_python_that_ends_itself_says_that_its_variables_are_gone(provider: str) -> None:
-    async with holding(provider, PythonTool()) as hands:
         said = await hands.python("import os\nprint('a')\nos._exit(0)")
         assert said == ToolResult(f"a\n[the interpreter has ended; {LOST}", is_error=True)
-        assert (await hands.python("1")).text == f"[{LOST}\n1\n"
-
-
-async def test_python_call_that_is_cancelled_leaves_no_process(provider: str) -> None:
-    async with holding(provider, PythonTool()) as hands:
-        await hands.python("import subprocess")
+        assert (await hands.python("import subprocess\n1")).text == f"[{LOST}\n1\n"
         seconds = unique_seconds()
-        with anyio.move_on_after(1):
+        with anyio.move_on_after(0.5):
             await hands.python(f"subprocess.run(['sleep', '{seconds}'])")
         assert processes_with(seconds) == []
         assert (await hands.python("1")).text == f"[{LOST}\n1\n"
+        assert await hands.python("1") == ToolResult("1\n")
 
 
 async def test_python_output_is_capped_in_the_sandbox_too() -> None:
     async with holding("none", PythonTool()) as hands:
-        said = await hands.python("for _ in range(10**5): print('x' * 99)")
+        said = await hands.python("for _ in range(10**4): print('x' * 99)")
         note = f"\n[only the first {CAP} bytes of the output are shown]"
         assert said.text == ("x" * 99 + "\n")[:100] * (CAP // 100) + "x" * (CAP % 100) + note
-        children = "import os\nos.system('head -c 1000000 /dev/zero | tr \"\\\\0\" y')\nNone"
+        children = "import os\nos.system('head -c 300000 /dev/zero | tr \"\\\\0\" y')\nNone"
         assert (await hands.python(children)).text == "y" * CAP + note
         assert await hands.python("2") == ToolResult("2\n")
 
@@ -217,7 +205,9 @@ async def test_shell_keeps_directory_exports_and_functions_and_nothing_else(prov
         assert await hands.shell("echo $PATH; env | grep -c ^HOME=") != ""
 
 
-async def test_shell_command_that_fails_ends_with_its_exit_code(provider: str) -> None:
+async def test_shell_command_that_fails_ends_with_its_exit_code_and_keeps_what_was_changed(
+    provider: str,
+) -> None:
     commands = {
         "echo a; echo b >&2; echo c; exit 3": "a\nb\nc\n[exit code 3]",
         "no-such-program": "[exit code 127]",
@@ -233,12 +223,9 @@ async def test_shell_command_that_fails_ends_with_its_exit_code(provider: str) -
             assert text in said.text
             assert said.text.splitlines()[-1].startswith("[exit code ")
             assert await hands.shell("echo $KEPT") == "1\n"
-
-
-async def test_shell_exit_keeps_what_was_changed_before(provider: str) -> None:
-    async with holding(provider, ShellTool()) as hands:
         await hands.shell("export A=1; cd /; exit 4")
         assert await hands.shell("echo $A $PWD; cat; exit 0") == "1 /\n"
+        assert await hands.shell(f": {'x' * 200_000}; echo done") == "done\n", "no argument"
 
 
 async def test_shell_background_job_lives_on_and_does_not_hold_its_call(provider: str) -> None:
@@ -253,11 +240,11 @@ async def test_shell_background_job_lives_on_and_does_not_hold_its_call(provider
 async def test_shell_command_that_runs_too_long_is_killed_with_what_it_started(
     provider: str,
 ) -> None:
-    async with holding(provider, ShellTool(timeout_s=3.0)) as hands:
+    async with holding(provider, ShellTool(timeout_s=2.0)) as hands:
         kept, killed = unique_seconds(), unique_seconds()
         await hands.shell(f"export A=1; sleep {kept} >/dev/null 2>&1 &")
         said = await hands.ask("shell", command=f"echo first; A=2; sleep {killed}")
-        assert said == ToolResult("first\n[timed out after 3 s]", is_error=True)
+        assert said == ToolResult("first\n[timed out after 2 s]", is_error=True)
         assert processes_with(killed) == []
         assert len(processes_with(kept)) == 1, "of an earlier call"
         assert await hands.shell("echo $A") == "1\n"
@@ -271,16 +258,11 @@ async def test_shell_output_is_capped_at_its_end() -> None:
     assert len(said) < CAP + 100
 
 
-async def test_shell_command_may_be_longer_than_an_argument(provider: str) -> None:
-    async with holding(provider, ShellTool()) as hands:
-        assert await hands.shell(f": {'x' * 200_000}; echo done") == "done\n"
-
-
 async def edit(hands: Hands, command: str, path: str = "f", **arguments: Any) -> str:
     return (await hands.ask("edit", command=command, path=path, **arguments)).text
 
 
-async def test_edit_creates_views_replaces_and_inserts(provider: str) -> None:
+async def test_edit_creates_views_replaces_inserts_and_keeps_the_rest(provider: str) -> None:
     async with holding(provider, EditTool()) as hands:
         text = "one\ntwo\nthree\n"
         assert await edit(hands, "create", "d/f", file_text=text) == "d/f is written: 3 lines"
@@ -296,10 +278,7 @@ async def test_edit_creates_views_replaces_and_inserts(provider: str) -> None:
         assert await hands.sandbox.read_file("d/f") == b"zero\none\n2\nthree\nend\n"
         assert "d/f" in await edit(hands, "view", ".")
         assert (await edit(hands, "view", "d")).splitlines() == ["d/", "d/f"]
-
-
-async def test_edit_keeps_bytes_modes_and_line_ends_that_it_does_not_change(provider: str) -> None:
-    async with holding(provider, EditTool()) as hands:
+        # Bytes, modes and ends of lines that are not changed stay.
         await hands.sandbox.write_file("f", b"a\r\nb\xff\r\nc", mode=0o755)
         await edit(hands, "str_replace", old_str="a\nb", new_str="x\ny")
         await edit(hands, "insert", insert_line=1, new_str="new")
@@ -309,30 +288,29 @@ async def test_edit_keeps_bytes_modes_and_line_ends_that_it_does_not_change(prov
         assert (await hands.sandbox.exec("test -x f")).exit_code == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"command": "view", "path": "nothing"}, "nothing: No such file or directory"),
-        ({"command": "view", "path": "f", "view_range": [4, 5]}, "f has 3 lines"),
-        ({"command": "str_replace", "path": "f", "old_str": "zzz"}, "does not occur"),
-        (
-            {"command": "str_replace", "path": "f", "old_str": "aa"},
-            "more than once, first in line 1 and last in line 1;",
-        ),
-        ({"command": "insert", "path": "f", "insert_line": 9, "new_str": ""}, "3 lines"),
-        ({"command": "create", "path": "f"}, "create needs file_text"),
-        ({"command": "str_replace", "path": ".", "old_str": "a"}, "is a directory"),
-    ],
-)
-async def test_edit_that_cannot_be_made_says_why_and_changes_nothing(
-    arguments: dict[str, Any], text: str
-) -> None:
+#: Arguments, and what their refusal says.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"command": "view", "path": "nothing"}, "nothing: No such file or directory"),
+    ({"command": "view", "path": "f", "view_range": [4, 5]}, "f has 3 lines"),
+    ({"command": "str_replace", "path": "f", "old_str": "zzz"}, "does not occur"),
+    (
+        {"command": "str_replace", "path": "f", "old_str": "aa"},
+        "more than once, first in line 1 and last in line 1;",
+    ),
+    ({"command": "insert", "path": "f", "insert_line": 9, "new_str": ""}, "3 lines"),
+    ({"command": "create", "path": "f"}, "create needs file_text"),
+    ({"command": "str_replace", "path": ".", "old_str": "a"}, "is a directory"),
+]
+
+
+async def test_edit_that_cannot_be_made_says_why_and_changes_nothing() -> None:
     async with holding("none", EditTool()) as hands:
         await hands.sandbox.write_file("f", "aaa\nb\nc")
-        with pytest.raises(ToolError) as refusal:
-            await hands.ask("edit", **arguments)
-        assert text in str(refusal.value)
-        assert await hands.sandbox.read_file("f") == b"aaa\nb\nc"
+        for arguments, text in REFUSED:
+            with pytest.raises(ToolError) as refusal:
+                await hands.ask("edit", **arguments)
+            assert text in str(refusal.value)
+            assert await hands.sandbox.read_file("f") == b"aaa\nb\nc"
 
 
 async def run_hidden_tests(trajectory: Trajectory, sandbox: Any) -> float:
@@ -358,7 +336,7 @@ async def test_tools_of_a_trajectory_share_its_sandbox_with_its_reward() -> None
         scenario = scenario.then(turn)
     config = scenario.config(
         sandbox=SandboxConfig(provider="none"),
-        limits=LimitsConfig(tool_s=3.0),
+        limits=LimitsConfig(tool_s=2.0),
         lengths=LengthsConfig(prompt=8192, response=8192),
     )
     tools = [PythonTool(), ShellTool(), EditTool()]
@@ -369,7 +347,7 @@ async def test_tools_of_a_trajectory_share_its_sandbox_with_its_reward() -> None
     assert said == [
         "src/solution.py is written: 1 lines",
         *("2\n", "20", "1 /\n", "     1\t20"),
-        "timed out after 3 s (limits.tool_s)",
+        "timed out after 2 s (limits.tool_s)",
         f"[{LOST}\n5\n",
     ]
 
