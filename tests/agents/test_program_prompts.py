@@ -58,41 +58,43 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> RolloutConfig:
     return config_of(write_model("qwen2_5_vl", tmp_path_factory.mktemp("vl")))
 
 
-async def ran(message: Any, config: RolloutConfig | None = None, **options: Any) -> Trajectory:
+async def ran(
+    *messages: Any, config: RolloutConfig | None = None, **options: Any
+) -> list[Trajectory]:
     register_agent("a_program")(ProgramAgent(ECHO, env={"P": "{prompt}"}, **options))
-    asked = Prompt(messages=[message], agent_name="a_program")
+    asked = [Prompt(messages=[message], agent_name="a_program") for message in messages]
     config = attrs.evolve(config or Scenario().config(), sandbox=SandboxConfig(provider="none"))
     async with rollout.open_rollout(config) as runtime:
-        return (await runtime.generate([asked])).trajectories[0]
+        return list((await runtime.generate(asked)).trajectories)
 
 
-@pytest.mark.parametrize(
-    ("message", "words"),
-    [
-        ({"role": "user", "content": "go"}, "go"),
-        ({"role": "user", "content": [text("Look "), text("here")]}, "Look here"),
-        ({"role": "user", "content": ""}, ""),
-        (
-            {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}],
-            },
-            "",
-        ),
-        (Message(role="user", content="", parts=("Look ", "here")), "Look here"),
-    ],
-)
-async def test_prompt_placeholder_is_the_text_of_the_last_message(message: Any, words: str) -> None:
-    trajectory = await ran(message)
-    assert "program" in trajectory.extra, trajectory.cause
-    told = json.loads(trajectory.extra["program"]["output"])
-    assert told == [f"<{words}>", words]
+#: Messages, and their text.
+SHOWN: list[tuple[Any, str]] = [
+    ({"role": "user", "content": "go"}, "go"),
+    ({"role": "user", "content": [text("Look "), text("here")]}, "Look here"),
+    ({"role": "user", "content": ""}, ""),
+    (
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}],
+        },
+        "",
+    ),
+    (Message(role="user", content="", parts=("Look ", "here")), "Look here"),
+]
+
+
+async def test_prompt_placeholder_is_the_text_of_the_last_message() -> None:
+    trajectories = await ran(*[message for message, _ in SHOWN])
+    for trajectory, (_, words) in zip(trajectories, SHOWN, strict=True):
+        assert "program" in trajectory.extra, trajectory.cause
+        told = json.loads(trajectory.extra["program"]["output"])
+        assert told == [f"<{words}>", words]
 
 
 async def test_last_message_without_content_is_refused_and_no_argument() -> None:
-    for message in ({"role": "user"}, {"role": "user", "content": None}):
-        trajectory = await ran(message)
+    for trajectory in await ran({"role": "user"}, {"role": "user", "content": None}):
         assert (trajectory.outcome, trajectory.reason) == (Outcome.REJECTED, "bad_message")
         assert trajectory.cause is not None
         assert "content must be a string, not None" in trajectory.cause.message
@@ -101,7 +103,8 @@ async def test_last_message_without_content_is_refused_and_no_argument() -> None
 async def test_prompt_placeholder_for_an_image_is_refused_where_nothing_else_tells_it(
     seeing: RolloutConfig,
 ) -> None:
-    trajectory = await ran({"role": "user", "content": [text("What is it? "), IMAGE]}, seeing)
+    asked = {"role": "user", "content": [text("What is it? "), IMAGE]}
+    (trajectory,) = await ran(asked, config=seeing)
     assert (trajectory.outcome, trajectory.trainable) == (Outcome.FAILED, False)
     assert trajectory.cause is not None
     message = trajectory.cause.message
@@ -113,9 +116,9 @@ async def test_prompt_placeholder_for_an_image_is_refused_where_nothing_else_tel
 async def test_prompt_placeholder_beside_a_function_of_the_task_is_the_text_alone(
     seeing: RolloutConfig,
 ) -> None:
-    trajectory = await ran(
+    (trajectory,) = await ran(
         {"role": "user", "content": [text("What "), IMAGE, text("is it?")]},
-        seeing,
+        config=seeing,
         files=lambda task: {"messages.json": json.dumps(task.messages)},
         collect=["messages.json"],
     )

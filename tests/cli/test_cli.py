@@ -536,7 +536,7 @@ def test_cli_check_says_who_makes_sandboxes_and_refuses_what_needs_one_without(
     without_walls = ("--set", "sandbox.provider=none")
     assert main(["check", "config.py", "--tools", "python,shell,edit", *without_walls]) == 0
     assert "\nsandbox     none\n" in capsys.readouterr().out
-    monkeypatch.setattr("rollout.sandbox.bubblewrap.find_bwrap", lambda: "/bin/false")
+    monkeypatch.setattr("rollout.sandbox.bubblewrap.find_bwrap", lambda: None)
     monkeypatch.setitem(sys.modules, "rollout.sandbox.sandlock", None)
     lacks = "no sandbox for what models write (bubblewrap: "
     assert main(["check", "config.py"]) == 0  # nothing needs one
@@ -690,7 +690,7 @@ END_S = 20.0
     ("signum", "backend"), slow_after(1, [(signal.SIGINT, "trio"), (signal.SIGTERM, "asyncio")])
 )
 def test_cli_signal_saves_what_there_is(folder: Path, signum: signal.Signals, backend: str) -> None:
-    write_config(folder, base_s=0.02, placement="LocalProcessPlacement")
+    write_config(folder, base_s=0.005, placement="LocalProcessPlacement")
     prompts = [{"prompt": "sum?"}, {"prompt": "slow"}, {"prompt": "sum?"}]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
     arguments = ["run", "config.py", "--prompts", "prompts.jsonl", "--out", "out", *CODE]
