@@ -86,6 +86,11 @@ async def test_exec_past_its_timeout_is_killed_with_its_children(name: str, tmp_
         assert processes_with(seconds) == []
         expected = b"" if name.startswith("inspect") else b"so far\n"
         assert timeout.value.stdout == expected, "inspect_ai gives output at the end alone"
+
+
+async def test_exec_that_is_cancelled_is_killed(tmp_path: Path) -> None:
+    seconds = unique_seconds()
+    async with opened("modal", tmp_path) as sandbox:
         with anyio.move_on_after(0.5):
             await sandbox.exec(f"sleep {seconds}")
         assert processes_with(seconds) == []

@@ -275,7 +275,7 @@ async def test_agent_is_unresponsive_sandbox_is_closed() -> None:
             await context.generate()
             await context.sandbox.exec("ls")
             with anyio.CancelScope(shield=True):
-                await anyio.sleep(1_000)
+                await anyio.sleep(100)
 
     (trajectory,) = (await generate(user(), agent="sandbox_stubborn")).trajectories
     assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "unresponsive")

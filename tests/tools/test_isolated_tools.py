@@ -33,7 +33,7 @@ async def opened(threads: WorkerThreads) -> AsyncIterator[Callable[..., Trajecto
     executors = []
 
     def build(*tools: Any, tool_s: float = 60.0) -> TrajectoryTools:
-        executor = executor_of(tools, threads, tool_s=tool_s, max_processes=2)
+        executor = executor_of(tools, threads, tool_s=tool_s, max_processes=1)
         executors.append(executor)
         return executor.open_session(uid="p", member=0)
 
@@ -134,6 +134,7 @@ async def test_isolated_tool_does_not_outlive_a_driver_that_was_killed(tmp_path:
         assert await ended(int(pid))
 
 
+@pytest.mark.slow
 async def test_isolated_tool_past_its_limit_is_killed(opened: Any, tmp_path: Path) -> None:
     tools = opened(isolated_tools.hold_the_interpreter, tool_s=0.5)
     assert await run(tools, call("hold_the_interpreter", marker=str(tmp_path / "pids"))) == [

@@ -63,8 +63,8 @@ def context(threads: Any) -> ToolContext:
 @pytest.fixture(autouse=True)
 def no_server_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """None is, and those that do not leave by themselves are not waited for as long as usual."""
-    monkeypatch.setattr(mcp_connection, "LEAVE_S", 0.5)
-    monkeypatch.setattr(mcp_connection, "END_S", 0.2)
+    monkeypatch.setattr(mcp_connection, "LEAVE_S", 0.2)
+    monkeypatch.setattr(mcp_connection, "END_S", 0.1)
     yield
     left = servers()
     for process in left:
