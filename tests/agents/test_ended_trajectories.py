@@ -52,7 +52,6 @@ async def observe(context: AgentContext) -> None:
     context.observe(SAID)
 
 
-@pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
 async def test_context_of_an_ended_trajectory_refuses_all_that_would_change_it() -> None:
     contexts: list[AgentContext] = []
     refused: list[str] = []
@@ -105,7 +104,6 @@ async def test_generation_under_way_as_its_trajectory_ends_is_cut_and_appends_no
     assert [span.kind for span in trajectory.transcript.spans] == ["prompt"]
 
 
-@pytest.mark.parametrize("anyio_backend", ["trio", "asyncio"])
 async def test_tool_that_runs_on_as_its_trajectory_ends_is_not_blamed() -> None:
     contexts: list[AgentContext] = []
     texts: list[str] = []

@@ -31,6 +31,7 @@ pytestmark = [
     pytest.mark.parametrize("anyio_backend", ["asyncio"]),
     pytest.mark.process,
 ]
+SCENARIO = Scenario().reply("", "Well.")
 #: Prints its argument and a variable.
 ECHO = [
     sys.executable,
@@ -63,7 +64,7 @@ async def ran(
 ) -> list[Trajectory]:
     register_agent("a_program")(ProgramAgent(ECHO, env={"P": "{prompt}"}, **options))
     asked = [Prompt(messages=[message], agent_name="a_program") for message in messages]
-    config = attrs.evolve(config or Scenario().config(), sandbox=SandboxConfig(provider="none"))
+    config = attrs.evolve(config or SCENARIO.config(), sandbox=SandboxConfig(provider="none"))
     async with rollout.open_rollout(config) as runtime:
         return list((await runtime.generate(asked)).trajectories)
 

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
 #: Seconds in which whatever was ended must be gone, beside what the scenario itself delays.
 PATIENCE_S = 10.0
-#: Seconds between two looks at whether all is quiet.
-_LOOK_S = 0.25
+#: Seconds between two looks at whether all is quiet, and in which what is on its way in memory
+#: arrives.
+_LOOK_S, _ARRIVE_S = 0.25, 0.05
 #: What a call on a closed runtime raises; nothing was started then.
 _IS_CLOSED = "the runtime is closed"
 
@@ -230,7 +231,7 @@ class WatchedRuntime:
             give_up = anyio.current_time() + patience_s(self.config)
             while not self._is_quiet() and anyio.current_time() < give_up:
                 await anyio.sleep(_LOOK_S)
-            await anyio.sleep(_LOOK_S)  # what is on its way in memory arrives meanwhile
+            await anyio.sleep(_ARRIVE_S)
         self.is_settled = True
         self._note_end()
 

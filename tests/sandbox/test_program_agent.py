@@ -123,7 +123,7 @@ async def ran(
 ) -> Any:
     register_agent("a_program")(ProgramAgent(command, **options))
     sections = {} if trajectory_limits is None else {"limits": trajectory_limits}
-    config = Scenario().config(sandbox=sandboxes(provider), **sections)
+    config = Scenario().reply("", "Well.").config(sandbox=sandboxes(provider), **sections)
     asked = Prompt(messages=[{"role": "user", "content": prompt}], agent_name="a_program")
     async with rollout.open_rollout(config) as runtime:
         batch: RolloutBatch = await runtime.generate([asked])
@@ -232,7 +232,7 @@ async def test_program_agent_past_its_timeout_ends_by_that_limit_with_its_files(
 ) -> None:
     seconds = unique_seconds()
     begun = f"echo begun; echo 1 > a; sleep {seconds}"
-    trajectory = await ran(begun, timeout_s=2.0, collect=["a"], provider=provider)
+    trajectory = await ran(begun, timeout_s=1.0, collect=["a"], provider=provider)
     assert processes_with(seconds) == []
     assert trajectory.extra["program"]["output"] == "begun\n"
     assert trajectory.extra["files"] == {"a": "1\n"}
@@ -315,9 +315,13 @@ async def test_program_agent_far_away_needs_a_public_gateway(
 ) -> None:
     register_agent("a_program")(ProgramAgent("echo $OPENAI_BASE_URL"))
     asked = Prompt(messages=[{"role": "user", "content": "go"}], agent_name="a_program")
-    config = Scenario().config(
-        sandbox=SandboxConfig(provider="test_program_agent:Remote"),
-        gateway=GatewayConfig(public_url=public_url),
+    config = (
+        Scenario()
+        .reply("", "Well.")
+        .config(
+            sandbox=SandboxConfig(provider="test_program_agent:Remote"),
+            gateway=GatewayConfig(public_url=public_url),
+        )
     )
     gateway.root_url = f"{public_url}/t/1"
     async with rollout.open_rollout(config) as runtime:

@@ -35,6 +35,7 @@ async def shout(text: str) -> str:
 async def test_builtin_tools_are_offered_beside_those_given_and_the_first_answer_ends() -> None:
     scenario = (
         Scenario(seed=1)
+        .timing(base_s=0.001)
         .reply("go", tool_call("shout", text="a"))
         .then(tool_call("calculator", expression="6 * 7"))
         .then("\n".join(tool_call("finish", answer=answer) for answer in ("42", "43")))

@@ -33,7 +33,7 @@ async def opened(threads: WorkerThreads) -> AsyncIterator[Callable[..., Trajecto
     executors = []
 
     def build(*tools: Any, tool_s: float = 60.0) -> TrajectoryTools:
-        executor = executor_of(tools, threads, tool_s=tool_s, max_processes=1)
+        executor = executor_of(tools, threads, tool_s=tool_s, max_processes=2)
         executors.append(executor)
         return executor.open_session(uid="p", member=0)
 

@@ -43,6 +43,7 @@ EVERYTHING = [
         Path(sys.prefix) / "node/node_modules/@modelcontextprotocol/server-everything/dist/index.js"
     ),
 ]
+SCENARIO = Scenario(seed=1).timing(base_s=0.001)
 GO = Prompt(messages=[{"role": "user", "content": "go"}])
 LOST = "during this call, and is being started again; whether the call took effect is unknown"
 
@@ -298,7 +299,7 @@ async def test_http_server_is_used_bounded_and_connected_to_anew_once_it_has_los
 async def test_frozen_server_is_started_again_and_trajectories_go_on_without_their_full_limit() -> (
     None
 ):
-    scenario = Scenario(seed=1).reply("go", said_call("count")).then("Done.")
+    scenario = SCENARIO.reply("go", said_call("count")).then("Done.")
     config = scenario.config(
         limits=LimitsConfig(tool_s=60), scheduling=SchedulingConfig(samples_per_prompt=4)
     )
@@ -416,7 +417,7 @@ async def test_server_that_writes_without_end_is_started_again(
 
 async def generate(provider: Any, *calls: str, **options: Any) -> list[Any]:
     """Trajectories that each make these calls in one turn; afterwards no server is left."""
-    scenario = Scenario(seed=1).reply("go", "\n".join(calls)).then("Done.")
+    scenario = SCENARIO.reply("go", "\n".join(calls)).then("Done.")
     async with rollout.open_rollout(scenario.config(**options), tools=[provider]) as runtime:
         batch = await runtime.generate([GO])
         assert servers() == []
@@ -441,7 +442,7 @@ async def test_trajectories_have_a_server_each_and_leave_none() -> None:
 async def test_server_of_a_trajectory_that_lingers_harms_nobody(tmp_path: Path) -> None:
     script = tmp_path / "lingers.sh"
     script.write_text(f'trap "" TERM\n{" ".join(SERVER)}\nexec 1>&-\nsleep 60\n')
-    scenario = Scenario(seed=1).reply("go", said_call("count")).then("Done.")
+    scenario = SCENARIO.reply("go", said_call("count")).then("Done.")
     config = scenario.config(limits=LimitsConfig(cleanup_s=0.1))
     provider = connect_mcp(["sh", str(script)], per_trajectory=True)
     async with rollout.open_rollout(config, tools=[provider]) as runtime:
@@ -452,7 +453,7 @@ async def test_server_of_a_trajectory_that_lingers_harms_nobody(tmp_path: Path) 
 
 @pytest.mark.anyio
 async def test_trajectory_that_is_cancelled_leaves_no_server_of_its_own() -> None:
-    scenario = Scenario(seed=1).reply("go", said_call("nap", seconds=60)).then("Done.")
+    scenario = SCENARIO.reply("go", said_call("nap", seconds=60)).then("Done.")
     config = scenario.config(limits=LimitsConfig(cleanup_s=60))
     provider = connect_mcp(SERVER, per_trajectory=True)
     async with rollout.open_rollout(config, tools=[provider]) as runtime:

@@ -309,7 +309,8 @@ def test_session_with_a_task_group_from_open_to_close_is_opened_and_closed_in_on
             log.append("closed")
 
     async def main() -> rollout.RolloutBatch:
-        scenario = Scenario(seed=1).reply("", tool_call("grouping")).then("Done.")
+        scenario = Scenario(seed=1).timing(base_s=0.001)
+        scenario = scenario.reply("", tool_call("grouping")).then("Done.")
         async with rollout.open_rollout(scenario.config(), [Grouping()]) as runtime:
             return await runtime.generate([rollout.Prompt("go")], samples=3)
 
