@@ -179,7 +179,7 @@ async def test_function_agent_cause_is_no_cancellation_and_says_something(
 
 
 SHORT = LimitsConfig(
-    generation_s=0.2, tool_s=0.2, turn_s=0.2, trajectory_s=0.2, batch_s=60, cleanup_s=0.5
+    generation_s=0.2, tool_s=0.2, turn_s=0.2, trajectory_s=0.2, batch_s=60, cleanup_s=1
 )
 
 
@@ -234,7 +234,7 @@ async def test_function_agent_on_asyncio_that_swallows_cancellation_is_given_up(
     finally:
         release.set()
     assert (trajectory.outcome, trajectory.reason) == (Outcome.FAILED, "unresponsive")
-    assert "did not end within limits.cleanup_s = 0.5 s" in trajectory.cause.message
+    assert "did not end within limits.cleanup_s = 1 s" in trajectory.cause.message
     assert gateway.contexts == {}
 
 

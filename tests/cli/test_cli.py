@@ -690,7 +690,7 @@ END_S = 20.0
     ("signum", "backend"), slow_after(1, [(signal.SIGINT, "trio"), (signal.SIGTERM, "asyncio")])
 )
 def test_cli_signal_saves_what_there_is(folder: Path, signum: signal.Signals, backend: str) -> None:
-    write_config(folder, base_s=0.005, placement="LocalProcessPlacement")
+    write_config(folder, base_s=0.02, placement="LocalProcessPlacement")
     prompts = [{"prompt": "sum?"}, {"prompt": "slow"}, {"prompt": "sum?"}]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
     arguments = ["run", "config.py", "--prompts", "prompts.jsonl", "--out", "out", *CODE]

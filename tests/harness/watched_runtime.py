@@ -33,9 +33,8 @@ if TYPE_CHECKING:
 
 #: Seconds in which whatever was ended must be gone, beside what the scenario itself delays.
 PATIENCE_S = 10.0
-#: Seconds between two looks at whether all is quiet, and in which what is on its way in memory
-#: arrives.
-_LOOK_S, _ARRIVE_S = 0.25, 0.05
+#: Seconds between two looks at whether all is quiet.
+_LOOK_S = 0.25
 #: What a call on a closed runtime raises; nothing was started then.
 _IS_CLOSED = "the runtime is closed"
 
@@ -231,7 +230,7 @@ class WatchedRuntime:
             give_up = anyio.current_time() + patience_s(self.config)
             while not self._is_quiet() and anyio.current_time() < give_up:
                 await anyio.sleep(_LOOK_S)
-            await anyio.sleep(_ARRIVE_S)
+            await anyio.sleep(_LOOK_S)  # what is on its way in memory arrives meanwhile
         self.is_settled = True
         self._note_end()
 

@@ -232,7 +232,7 @@ async def test_program_agent_past_its_timeout_ends_by_that_limit_with_its_files(
 ) -> None:
     seconds = unique_seconds()
     begun = f"echo begun; echo 1 > a; sleep {seconds}"
-    trajectory = await ran(begun, timeout_s=1.0, collect=["a"], provider=provider)
+    trajectory = await ran(begun, timeout_s=2.0, collect=["a"], provider=provider)
     assert processes_with(seconds) == []
     assert trajectory.extra["program"]["output"] == "begun\n"
     assert trajectory.extra["files"] == {"a": "1\n"}

@@ -240,11 +240,11 @@ async def test_shell_background_job_lives_on_and_does_not_hold_its_call(provider
 async def test_shell_command_that_runs_too_long_is_killed_with_what_it_started(
     provider: str,
 ) -> None:
-    async with holding(provider, ShellTool(timeout_s=2.0)) as hands:
+    async with holding(provider, ShellTool(timeout_s=3.0)) as hands:
         kept, killed = unique_seconds(), unique_seconds()
         await hands.shell(f"export A=1; sleep {kept} >/dev/null 2>&1 &")
         said = await hands.ask("shell", command=f"echo first; A=2; sleep {killed}")
-        assert said == ToolResult("first\n[timed out after 2 s]", is_error=True)
+        assert said == ToolResult("first\n[timed out after 3 s]", is_error=True)
         assert processes_with(killed) == []
         assert len(processes_with(kept)) == 1, "of an earlier call"
         assert await hands.shell("echo $A") == "1\n"
@@ -336,7 +336,7 @@ async def test_tools_of_a_trajectory_share_its_sandbox_with_its_reward() -> None
         scenario = scenario.then(turn)
     config = scenario.config(
         sandbox=SandboxConfig(provider="none"),
-        limits=LimitsConfig(tool_s=2.0),
+        limits=LimitsConfig(tool_s=3.0),
         lengths=LengthsConfig(prompt=8192, response=8192),
     )
     tools = [PythonTool(), ShellTool(), EditTool()]
@@ -347,7 +347,7 @@ async def test_tools_of_a_trajectory_share_its_sandbox_with_its_reward() -> None
     assert said == [
         "src/solution.py is written: 1 lines",
         *("2\n", "20", "1 /\n", "     1\t20"),
-        "timed out after 2 s (limits.tool_s)",
+        "timed out after 3 s (limits.tool_s)",
         f"[{LOST}\n5\n",
     ]
 

@@ -64,8 +64,8 @@ def context(threads: Any) -> ToolContext:
 @pytest.fixture(autouse=True)
 def no_server_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """None is, and those that do not leave by themselves are not waited for as long as usual."""
-    monkeypatch.setattr(mcp_connection, "LEAVE_S", 0.2)
-    monkeypatch.setattr(mcp_connection, "END_S", 0.1)
+    monkeypatch.setattr(mcp_connection, "LEAVE_S", 0.5)
+    monkeypatch.setattr(mcp_connection, "END_S", 0.2)
     yield
     left = servers()
     for process in left:
@@ -224,9 +224,10 @@ async def test_server_is_started_again_where_it_is_killed_and_not_after_an_error
         assert await read(tools, context, "count") == "1"
 
 
-@pytest.mark.slow
 @pytest.mark.anyio
-@pytest.mark.parametrize(("anyio_backend", "form"), [("trio", "json"), ("asyncio", "events")])
+@pytest.mark.parametrize(
+    ("anyio_backend", "form"), slow_after(1, [("trio", "json"), ("asyncio", "events")])
+)
 async def test_http_server_of_the_sdk_is_used_bounded_and_found_again_after_a_restart(
     context: ToolContext, form: str
 ) -> None:
