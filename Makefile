@@ -25,10 +25,10 @@ endef
 # Tests start hundreds of processes: none should compile the library again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# One process of tests more than there are cores, since many tests wait for other processes; what
+# Two processes of tests more than there are cores, since many tests wait for other processes; what
 # shares a Ray cluster, a model or a clock shares a process.
 CORES := $(shell getconf _NPROCESSORS_ONLN)
-PARALLEL := --numprocesses $(shell echo $$(($(CORES) + 1))) --dist loadgroup
+PARALLEL := --numprocesses $(shell echo $$(($(CORES) + 2))) --dist loadgroup
 
 # SGLang has an environment of its own: its versions of torch and transformers are its own too.
 SGLANG_VENV := .venv-sglang

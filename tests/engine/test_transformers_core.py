@@ -28,7 +28,6 @@ from rollout.engine.core import (
 from rollout.engine.cores.transformers import TransformersCore
 from rollout.engine.cores.transformers import sampling as sampling_module
 from rollout.engine.cores.transformers import transformers_core as core_module
-from rollout.engine.cores.transformers.model import choose_device
 from rollout.engine.pool.opening import build_core_spec
 from rollout.errors import EngineError
 from rollout.seeds import RequestIds
@@ -581,6 +580,8 @@ async def test_core_that_cannot_load_says_why(
 
 
 def test_replicas_of_a_machine_take_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rollout.engine.cores.transformers.model import choose_device  # imports for a second
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     config = RolloutConfig(engine=TransformersEngine(device="cuda", replicas=3))
