@@ -16,7 +16,6 @@ import pytest
 from hypothesis import settings
 
 from rollout.runtime.collector import collecting_seldom
-from rollout.sandbox.bubblewrap import BubblewrapProvider
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
@@ -150,24 +149,6 @@ def _note_processes(event: str, arguments: tuple[object, ...]) -> None:
 
 
 sys.addaudithook(_note_processes)
-
-
-_check = BubblewrapProvider.check
-_holding: set[str] = set()
-
-
-async def _check_once(provider: BubblewrapProvider) -> None:
-    if provider._bwrap in _holding:
-        _started.append("the check of bwrap")  # the first test to ask does
-    else:
-        await _check(provider)
-        _holding.add(provider._bwrap)
-
-
-@pytest.fixture(autouse=True)
-def walls_are_tried_once_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each runtime and command that may want a sandbox would try them: a tenth of a second."""
-    monkeypatch.setattr(BubblewrapProvider, "check", _check_once)
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,7 @@
-"""Batches of many trajectories over three real engine processes, to which things happen."""
+"""Batches of 200 trajectories over three real engine processes, to which things happen."""
 
 from __future__ import annotations
 
-import functools
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,7 +27,6 @@ from rollout.config import (
 )
 from rollout.engine import DiskWeights
 from rollout.testing import Scenario, run_virtual, tool_call
-from slow_cases import slow_but
 
 pytestmark = pytest.mark.process
 REPLICAS = 3
@@ -55,7 +53,7 @@ async def add(a: int, b: int) -> int:
     return a + b
 
 
-def prompts(count: int) -> list[Prompt]:
+def prompts(count: int = 50) -> list[Prompt]:
     return [
         Prompt(messages=[{"role": "user", "content": f"task {n}"}], uid=str(n))
         for n in range(count)
@@ -88,14 +86,14 @@ def tokens_of(batch: RolloutBatch) -> dict[tuple[str, int], tuple[bytes, bytes]]
     }
 
 
-@functools.cache
-def undisturbed(count: int) -> dict[tuple[str, int], tuple[bytes, bytes]]:
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[tuple[str, int], tuple[bytes, bytes]]:
     """The tokens of the batch where nothing happens, in virtual time."""
     config = config_of(placement=rollout.InProcessPlacement())
 
     async def main() -> RolloutBatch:
         async with rollout.open_rollout(config, [add]) as runtime:
-            return await runtime.generate(prompts(count), step=1)
+            return await runtime.generate(prompts(), step=1)
 
     return tokens_of(run_virtual(main))
 
@@ -129,14 +127,14 @@ async def suspend_for_ten_seconds(process: psutil.Process) -> None:
 
 
 async def run_disturbed(
-    network: list[FaultyProcesses], config: RolloutConfig, count: int, *acts: Act | str
+    network: list[FaultyProcesses], config: RolloutConfig, *acts: Act | str
 ) -> tuple[RolloutBatch, Any]:
     """The batch, with one act after the other as tokens come; then the statistics."""
     async with rollout.open_rollout(config, [add]) as runtime:
 
         async def disturb(tasks: anyio.abc.TaskGroup) -> None:
             for number, act in enumerate(acts):
-                while runtime.statistics().generated_tokens < 60 * count * (number + 1):
+                while runtime.statistics().generated_tokens < 3000 * (number + 1):
                     await anyio.sleep(0.01)
                 if act == "suspend":
                     tasks.start_soon(suspend_for_ten_seconds, engines()[-1])
@@ -146,7 +144,7 @@ async def run_disturbed(
         with anyio.fail_after(PATIENCE_S):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(disturb, tasks)
-                batch = await runtime.generate(prompts(count), step=1)
+                batch = await runtime.generate(prompts(), step=1)
             while runtime.statistics().zombies or any(
                 replica.in_flight for replica in runtime.statistics().replicas
             ):
@@ -154,10 +152,10 @@ async def run_disturbed(
         return batch, runtime.statistics()
 
 
-def check(batch: RolloutBatch, statistics: Any, count: int) -> None:
+def check(batch: RolloutBatch, statistics: Any, expected: Any) -> None:
     """Nothing is lost, nobody has a token twice or misses one, nothing is left."""
-    assert [str(t.outcome) for t in batch.trajectories] == [str(Outcome.COMPLETED)] * count * 4
-    assert tokens_of(batch) == undisturbed(count)
+    assert [str(t.outcome) for t in batch.trajectories] == [str(Outcome.COMPLETED)] * 200
+    assert tokens_of(batch) == expected
     assert all(t.metrics["attempts"] == 1 for t in batch.trajectories)
     assert batch.metrics["tokens/discarded"] == 0
     assert statistics.recoveries.failed == statistics.recoveries.restarted == 0
@@ -190,36 +188,40 @@ FAULTS: dict[str, tuple[Act | str, ...]] = {
     "garbage": (strike("garbage"),),
     "all of them": (strike("cut", "engine-0"), kill, strike("garbage", "engine-2"), "suspend"),
 }
-CASES = [(name, backend, 50) for name in FAULTS for backend in ("trio", "asyncio")]
-FEWER = ("all of them", "trio", 20)
+IN_CI = (("all of them", "trio"),)
+CASES = [
+    pytest.param(name, backend, marks=() if (name, backend) in IN_CI else pytest.mark.slow)
+    for name in FAULTS
+    for backend in ("trio", "asyncio")
+]
 
 
-@pytest.mark.parametrize(("name", "backend", "count"), slow_but([FEWER, *CASES], FEWER))
-def test_fault_under_many_trajectories_loses_nothing(
-    name: str, backend: str, count: int, network: list[FaultyProcesses]
+@pytest.mark.parametrize(("name", "backend"), CASES)
+def test_fault_under_200_trajectories_loses_nothing(
+    name: str, backend: str, network: list[FaultyProcesses], undisturbed: Any
 ) -> None:
     batch, statistics = anyio.run(
-        run_disturbed, network, config_of(), count, *FAULTS[name], backend=backend
+        run_disturbed, network, config_of(), *FAULTS[name], backend=backend
     )
-    check(batch, statistics, count)
+    check(batch, statistics, undisturbed)
     assert network[0].cuts == 0, "all cuts have been made"
 
 
 def test_engines_that_say_everything_twice_and_talk_to_nobody_lose_nothing(
-    network: list[FaultyProcesses],
+    network: list[FaultyProcesses], undisturbed: Any
 ) -> None:
     options = {**SCENARIO.to_dict()}
     stuttering = CustomEngine(
         core="faulty_cores:StutteringCore", options=options, replicas=REPLICAS
     )
-    batch, statistics = anyio.run(run_disturbed, network, config_of(engine=stuttering), 20)
-    check(batch, statistics, 20)
+    batch, statistics = anyio.run(run_disturbed, network, config_of(engine=stuttering))
+    check(batch, statistics, undisturbed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("blocked_s", [7.5, 60.0])
 def test_trainer_that_blocks_its_own_loop_loses_no_replica(
-    blocked_s: float, network: list[FaultyProcesses]
+    blocked_s: float, network: list[FaultyProcesses], undisturbed: Any
 ) -> None:
     import time  # noqa: TID251  (a trainer that blocks)
 
@@ -234,13 +236,13 @@ def test_trainer_that_blocks_its_own_loop_loses_no_replica(
             time.sleep(blocked_s)  # noqa: ASYNC251
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(block)
-                batch = await runtime.generate(prompts(50), step=1)
+                batch = await runtime.generate(prompts(), step=1)
             return batch, runtime.statistics()
 
     batch, statistics = anyio.run(main, backend="trio")
     assert [replica.starts for replica in statistics.replicas] == [1] * REPLICAS
     assert statistics.recoveries.resumed == 0
-    check(batch, statistics, 50)
+    check(batch, statistics, undisturbed)
 
 
 def embedded(replicas: int, response: int = 64) -> RolloutConfig:

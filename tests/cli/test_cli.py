@@ -536,7 +536,7 @@ def test_cli_check_says_who_makes_sandboxes_and_refuses_what_needs_one_without(
     without_walls = ("--set", "sandbox.provider=none")
     assert main(["check", "config.py", "--tools", "python,shell,edit", *without_walls]) == 0
     assert "\nsandbox     none\n" in capsys.readouterr().out
-    monkeypatch.setattr("rollout.sandbox.bubblewrap.find_bwrap", lambda: None)
+    monkeypatch.setattr("rollout.sandbox.bubblewrap.find_bwrap", lambda: "/bin/false")
     monkeypatch.setitem(sys.modules, "rollout.sandbox.sandlock", None)
     lacks = "no sandbox for what models write (bubblewrap: "
     assert main(["check", "config.py"]) == 0  # nothing needs one

@@ -73,7 +73,7 @@ import attrs
 from rollout.config import *
 from rollout.testing import Scenario
 
-limits = LimitsConfig(generation_s=1, turn_s=1, tool_s=1, trajectory_s=1, cleanup_s=0.2)
+limits = LimitsConfig(generation_s=1, turn_s=1, tool_s=1, trajectory_s=1, cleanup_s=0.5)
 config = Scenario(seed=1).reply("", "Well.").config(placement=InProcessPlacement(), limits=limits)
 """
     )
@@ -90,7 +90,7 @@ config = Scenario(seed=1).reply("", "Well.").config(placement=InProcessPlacement
     assert last.startswith("error: agent ")
     assert "agent Shields at " in last
     assert "agent Child at " in last
-    assert last.endswith("did not end within limits.cleanup_s = 0.2 s; the results are in out")
+    assert last.endswith("did not end within limits.cleanup_s = 0.5 s; the results are in out")
     trajectories = RolloutBatch.load(tmp_path / "out").trajectories
     ends = [(each.outcome, each.reason) for each in trajectories]
     assert ends == [(Outcome.FAILED, "unresponsive")] * 2 + [(Outcome.COMPLETED, "")]

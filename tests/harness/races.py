@@ -99,10 +99,7 @@ def explore(
         RacesFoundError: Some runs broke an invariant, each with the call of `replay` that shows it
             again; or the undisturbed run did.
     """
-    # Nothing is injected: how it closes is all that an injection changes.
-    undisturbed = {name == "close": name for name in reversed(injections)}
-    of = {at_once: _run_undisturbed(situation, name, seed) for at_once, name in undisturbed.items()}
-    steps = {name: of[name == "close"] for name in injections}
+    steps = {name: _run_undisturbed(situation, name, seed) for name in injections}
     every = [(name, step) for name in injections for step in range(1, len(steps[name]) + 1)]
     chosen = sorted(every, key=lambda run: stable_share(seed, *run))[: ceil(share * len(every))]
     races = []

@@ -306,8 +306,8 @@ async def test_number_of_processes_is_bounded_for_each_sandbox() -> None:
 
 async def test_fork_bomb_is_held_at_the_limit_and_ends_with_the_sandbox() -> None:
     bomb = (
-        "import os, time\nwhile True:\n    try:\n        os.fork()\n        os.setsid()\n"
-        "    except OSError: time.sleep(0.01)"
+        "import os\nwhile True:\n    try:\n        os.fork()\n        os.setsid()\n"
+        "    except OSError: pass"
     )
     async with sandboxed(max_processes=16) as sandbox:
         with pytest.raises(SandboxTimeout):
